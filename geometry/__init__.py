@@ -1,0 +1,1 @@
+"""Layers that declare their own observation boundaries."""

@@ -1,0 +1,1 @@
+"""From a model to entropy ranks: what to observe, how, and when."""
