@@ -2,11 +2,12 @@
 
 import os as _os
 
-# A source checkout used without installing it keeps `observers/` and `geometry/` beside this folder.
-_root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
-if not _os.path.isdir(_os.path.join(_os.path.dirname(_os.path.abspath(__file__)), "geometry")) and (
-    _os.path.isfile(_os.path.join(_root, "geometry", "__init__.py"))
+# A source checkout used without installation keeps `observers/` and `geometry/` beside this folder.
+_here = _os.path.dirname(_os.path.abspath(__file__))
+_checkout = _os.path.dirname(_here)
+if not _os.path.isdir(_os.path.join(_here, "geometry")) and _os.path.isfile(
+    _os.path.join(_checkout, "geometry", "__init__.py")
 ):
-    __path__.append(_root)
+    __path__.append(_checkout)
 
 __version__ = "0.1.0"
