@@ -42,8 +42,10 @@ def _distance_beyond_limit(a: Tensor, u: Tensor, b: Tensor, v: Tensor) -> Tensor
     gap = (a - b).abs()
     radial = gap + 2.0 * torch.log(-torch.expm1(-gap.clamp(min=1e-20))) - math.log(2.0)
     chord = half_squared_chord(u, v)
-    angular = log_sinh(a) + log_sinh(b) + torch.log(chord.clamp(min=torch.finfo(a.dtype).tiny))
-    log_c = torch.logaddexp(radial, angular.clamp(min=-1e4))
+    apart = chord > 0
+    log_chord = torch.where(apart, torch.log(torch.where(apart, chord, 1.0)), -1e30)
+    angular = (log_sinh(a) + log_sinh(b)).clamp(min=-1e30) + log_chord
+    log_c = torch.logaddexp(radial, angular)
     near = arcosh1p(torch.exp(log_c.clamp(max=40.0)))
     return torch.where(log_c < 40.0, near, log_c + math.log(2.0))
 

@@ -38,7 +38,7 @@ class AmbientOracle:
         return [c * value for value in x]
 
     def distance(self, x, y):
-        return self.root * mpmath.acosh(-self.inner(x, y) / self.k)
+        return self.root * mpmath.acosh(max(mpmath.mpf(1), -self.inner(x, y) / self.k))
 
     def radius(self, x):
         return self.distance([self.root] + [mpmath.mpf(0)] * (len(x) - 1), x)

@@ -70,6 +70,7 @@ def test_distances_of_near_points_to_the_resolution(oracle, directions, dtype, a
 
 @pytest.mark.parametrize("a", [30.0, 60.0, 85.0, 200.0, 1000.0])
 def test_distances_beyond_the_radius_limit(oracle, directions, a):
+    mpmath.mp.dps = 950
     u = directions(2).float()
     k = float(oracle.k)
     x = (torch.tensor(a), u[0])
