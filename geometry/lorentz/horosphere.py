@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chord import pair_chord
+from .chord import pair_angular
 from .convert import asinh_of_norm, unit_space
 from .distance import half_squared_chord
 from .point import (
     Point,
     PointLike,
     check_curvature,
-    column,
     is_origin,
     promote,
     radius_limit,
@@ -157,5 +156,5 @@ def pairwise_half_space_squared_distance(
     """Squared distances of all pairs from half-space coordinates: (…, N), (…, M) → (…, N, M)."""
     rows, columns = x[0].unsqueeze(-1), y[0].unsqueeze(-2)
     half = torch.sinh(0.5 * (rows - columns))
-    c = 2.0 * half * half + torch.exp(rows) * torch.exp(columns) * pair_chord(x[1], y[1])
-    return column(check_curvature(k, c)) * squared_arcosh1p(c)
+    c = 2.0 * half * half + pair_angular(torch.exp(x[0]), x[1], torch.exp(y[0]), y[1])
+    return check_curvature(k, c) * squared_arcosh1p(c)
