@@ -172,7 +172,9 @@ class PolarMultiheadAttention(nn.Module):
         if cache is not None:
             key, value, key_padding_mask = cache.append(key, value, key_padding_mask)
         bias = self._bias(key_padding_mask, attn_mask, query, key)
-        scale = self.curvature() * self.head_dim**-0.5 * torch.exp(-self.log_temperature.float())
+        scale = (
+            self.curvature() * self.head_dim**-0.5 * torch.exp(-self.log_temperature.to(u.dtype))
+        )
         gain = scale.to(u.dtype).reshape(1, 1, 1)
         if self.fused and not (bias is not None and bias.requires_grad):
             heads = fused_attention(query, key, value, gain, bias, is_causal=is_causal)
