@@ -140,8 +140,8 @@ class PatchEmbedding(nn.Module):
         return self.projection(exp_map_origin(pixels, k=self.curvature()))
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """The projection reads pixels, no nonlinear representation of them: no site."""
-        return []
+        """The projection's matrix reads the Klein vectors of the patches."""
+        return [self.projection.direction]
 
 
 def sine_cosine_table(positions: int | tuple[int, int], features: int) -> Tensor:

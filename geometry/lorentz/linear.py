@@ -23,10 +23,10 @@ class DirectionMap(nn.Linear):
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(1 + in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in_features) → (…, out_features)."""
+        """(…, 1 + n) → (…, n′), time first."""
         with without_autocast(x.device.type):
             return nn.functional.linear(x, self.weight.to(x.dtype))
 
