@@ -87,6 +87,8 @@ def block_scores(query: ScoreCoordinates, key: ScoreCoordinates, gain: Tensor) -
     half = x.reciprocal().sub_(x)
     c = chord * query.scale.unsqueeze(-1)
     c.mul_(key.scale.unsqueeze(-2)).addcmul_(half, half, value=0.5)
+    # Shifts may carry points beyond the range of float32; the score is as good as −∞ there.
+    c.clamp_(max=torch.finfo(c.dtype).max / 32.0)
     sinh_d = torch.add(c, 2.0).sqrt_().mul_(c.sqrt())
     d = c.add_(sinh_d).log1p_()
     slope = (d + _TINY).div_(sinh_d.add_(_TINY)).mul_(-2.0 * gain)

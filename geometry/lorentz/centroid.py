@@ -44,7 +44,7 @@ def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
 def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """sinh a, e^−a, u, sinh(a) u, and u at origins (0 elsewhere); radii limited."""
     ((a, u),) = promote(points)
-    a = a.clamp(max=2.0 * radius_limit(a.dtype))
+    a = a.clamp(max=radius_limit(a.dtype))
     at_origin = torch.where(is_origin(a, u).unsqueeze(-1), u, 0.0)
     return torch.sinh(a), torch.exp(-a), u, unit_space(a, u), at_origin
 
@@ -59,7 +59,8 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
     """Weighted Lorentz centroid √k Σwx / ‖Σwx‖ (Law et al. 2019) over the last axis of `a`.
 
     Args:
-        points: a of shape (…, N), u of shape (…, N, n).
+        points: a of shape (…, N), u of shape (…, N, n); radii are limited to `radius_limit`, beyond
+            which the derivative by a weight leaves the range of the dtype.
         weights: (…, N), non-negative, of any sum; None means equal. The values are not checked.
         k: has no influence on the result in polar form; accepted so that every operation can be
             called alike.
@@ -93,7 +94,7 @@ def centroids(points: PointLike, weights: Tensor) -> Point:
     """Centroids of one set of points under every row of a weight matrix.
 
     Args:
-        points: a of shape (…, M), u of shape (…, M, n).
+        points: a of shape (…, M), u of shape (…, M, n); radii are limited to `radius_limit`.
         weights: (…, N, M), non-negative.
 
     Returns:

@@ -282,7 +282,7 @@ def fused_attention(
         `dense_attention`; second derivatives need that one.
     """
     ((a, u),) = promote(value)
-    a = a.clamp(max=2.0 * radius_limit(a.dtype))
+    a = a.clamp(max=radius_limit(a.dtype))
     if gain.dim() and gain.shape[-2:] != (1, 1):
         raise ValueError(f"gain must have shape (…, 1, 1), got {tuple(gain.shape)}")
     if bias is not None and bias.requires_grad:

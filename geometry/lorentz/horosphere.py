@@ -57,11 +57,11 @@ def to_half_space(x: PointLike, *, axis: int = 0) -> HalfSpace:
     """Half-space coordinates of points toward the ideal point of space axis `axis`.
 
     ν = √k (e^−a + sinh a (1 − u_axis)) is a sum of non-negative terms, and 1 − u_axis comes from
-    the other components where it is small. w carries no unit.
+    the other components where it is small. w carries no unit. Radii are limited to `radius_limit`.
     """
     ((a, u),) = promote(x)
     axis = _check_axis(axis, u.shape[-1])
-    a = a.clamp(max=2.0 * radius_limit(a.dtype))
+    a = a.clamp(max=radius_limit(a.dtype))
     main, others = u[..., axis], _others(u, axis)
     ahead = main > 0
     from_others = (others * others).sum(-1) / torch.where(ahead, 1.0 + main, 1.0)
@@ -106,7 +106,7 @@ def horospherical_shift(
     Args:
         x: points of shapes (…), (…, n), n ≥ 2.
         t: a number or a tensor that broadcasts to (…); shifts along one axis add up.
-        k: has no influence on the result in polar form.
+        k: has no influence on the result in polar form; radii are limited to `radius_limit`.
         axis: space axis of the fixed ideal point (the paper's e₁ is axis 0).
         shift_axis: the space axis shifted along, another than `axis`.
 

@@ -43,4 +43,5 @@ def half_space_score(log_nu: Tensor, w: Tensor) -> ScoreCoordinates:
 def pairwise_c(x: ScoreCoordinates, y: ScoreCoordinates) -> Tensor:
     """cosh D − 1 of all pairs, (…, N, M); differentiable twice."""
     half = torch.sinh(0.5 * (x.level.unsqueeze(-1) - y.level.unsqueeze(-2)))
-    return 2.0 * half * half + pair_angular(x.scale, x.vector, y.scale, y.vector)
+    c = 2.0 * half * half + pair_angular(x.scale, x.vector, y.scale, y.vector)
+    return c.clamp(max=torch.finfo(c.dtype).max / 32.0)

@@ -95,17 +95,13 @@ def test_scalar_multiplication(x, s, t):
     near(
         lorentz.gyro_scale(s, lorentz.gyro_scale(t, x)),
         lorentz.gyro_scale(s * t, x),
-        10 * scale_of(x),
+        10 * float(x.a),
     )
     near(
         lorentz.gyro_add(lorentz.gyro_scale(s, x), lorentz.gyro_scale(t, x)),
         lorentz.gyro_scale(s + t, x),
-        6 * scale_of(x) + 1,
+        6 * float(x.a) + 1,
     )
-
-
-def scale_of(x):
-    return float(x.a)
 
 
 @QUICK
