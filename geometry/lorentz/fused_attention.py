@@ -19,12 +19,11 @@ from .attention_block import (
     BlockScores,
     Upstream,
     Values,
-    block_deficit,
     block_gradients,
     block_scores,
+    block_terms,
 )
 from .centroid import point_from_sums
-from .chord import half_squared_differences
 from .point import Point, PointLike, promote, radius_limit, without_autocast
 from .score import ScoreCoordinates
 
@@ -88,13 +87,42 @@ def _unit(space_sum: Tensor) -> Tensor:
     return scaled / torch.where(norm > 0, norm, 1.0)
 
 
-def _softmax(score: Tensor) -> Tensor:
-    """Softmax over keys, all zeros where every key is excluded."""
-    largest = score.amax(-1, keepdim=True)
-    largest = torch.where(largest > -torch.inf, largest, 0.0)
-    p = torch.exp(score - largest)
-    total = p.sum(-1, keepdim=True)
-    return p.div_(torch.where(total > 0, total, 1.0))
+def _weights(
+    scores: BlockScores, gain: Tensor, bias: _Bias, rows: _Range, columns: _Range
+) -> Tensor:
+    """−g D² + bias of one block."""
+    return bias.add_to(scores.squared * -gain, rows, columns)
+
+
+def _rows_at_once(
+    scores: BlockScores, value: Values, gain: Tensor, bias: _Bias, rows: _Range
+) -> tuple[Tensor, Tensor, Tensor]:
+    """V, f and P of some query rows and all keys."""
+    score = _weights(scores, gain, bias, rows, (0, value.sinh.shape[-1]))
+    p = torch.softmax(score, -1)
+    if bias.tensor is not None or (bias.causal_offset is not None and bias.causal_offset < 0):
+        p = torch.where(score.amax(-1, keepdim=True) > -torch.inf, p, 0.0)
+    space_sum = p @ value.space
+    return space_sum, block_terms(_unit(space_sum), value), p
+
+
+def _rows_in_one_block(
+    query: ScoreCoordinates,
+    key: ScoreCoordinates,
+    value: Values,
+    gain: Tensor,
+    bias: _Bias,
+    rows: _Range,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """V, F and the log of the softmax sum of some query rows and all keys, in one sweep."""
+    scores = block_scores(query, key)
+    score = _weights(scores, gain, bias, rows, (0, value.sinh.shape[-1]))
+    log_sum = torch.logsumexp(score, -1)
+    log_sum = torch.where(log_sum > -torch.inf, log_sum, 0.0)
+    p = torch.exp(score.sub_(log_sum.unsqueeze(-1)))
+    space_sum = p @ value.space
+    terms = block_terms(_unit(space_sum), value)
+    return space_sum, terms.mul_(p).sum(-1), log_sum
 
 
 def _rows_online(
@@ -114,8 +142,8 @@ def _rows_online(
     for columns in key_ranges:
         if bias.excludes(rows, columns):
             continue
-        score = block_scores(query, _part(key, columns), gain).score
-        score = bias.add_to(score, rows, columns)
+        scores = block_scores(query, _part(key, columns))
+        score = _weights(scores, gain, bias, rows, columns)
         new_largest = torch.maximum(largest, score.amax(-1))
         finite = torch.where(new_largest > -torch.inf, new_largest, 0.0)
         shrink = torch.exp(largest - finite)
@@ -132,10 +160,9 @@ def _rows_online(
     for columns in key_ranges:
         if bias.excludes(rows, columns):
             continue
-        part = value.part(*columns)
-        score = block_scores(query, _part(key, columns), gain).score
-        p = torch.exp(bias.add_to(score, rows, columns) - log_sum.unsqueeze(-1))
-        deficit = deficit + block_deficit(p, half_squared_differences(direction, part.u), part)
+        scores = block_scores(query, _part(key, columns))
+        p = torch.exp(_weights(scores, gain, bias, rows, columns) - log_sum.unsqueeze(-1))
+        deficit = deficit + (p * block_terms(direction, value.part(*columns))).sum(-1)
     return space_sum, deficit, log_sum
 
 
@@ -165,17 +192,17 @@ class _AttentionSums(torch.autograd.Function):
         n, m = query_level.shape[-1], key_level.shape[-1]
         ctx.causal_offset, ctx.row_block, ctx.key_block = causal_offset, row_block, key_block
         inputs = (*query, *key, value_a, value_u, gain, bias)
-        if n <= row_block and m <= key_block:
-            scores = block_scores(query, key, gain)
-            p = _softmax(added.add_to(scores.score, (0, n), (0, m)))
-            space_sum = p @ value.space
-            spread = half_squared_differences(_unit(space_sum), value_u)
-            deficit = block_deficit(p, spread, value)
-            ctx.save_for_backward(*inputs, space_sum, deficit, None, *scores, p, spread)
+        if n * m <= row_block * key_block // 16:
+            scores = block_scores(query, key)
+            space_sum, terms, p = _rows_at_once(scores, value, gain, added, (0, n))
+            deficit = (p * terms).sum(-1)
+            ctx.save_for_backward(*inputs, space_sum, deficit, None, *scores, p, terms)
             return space_sum, deficit
         key_ranges = _ranges(m, key_block)
         parts = [
             _rows_online(_part(query, rows), key, value, gain, added, rows, key_ranges)
+            if len(key_ranges) > 1
+            else _rows_in_one_block(_part(query, rows), key, value, gain, added, rows)
             for rows in _ranges(n, row_block)
         ]
         space_sum = torch.cat([part[0] for part in parts], -2)
@@ -195,15 +222,19 @@ class _AttentionSums(torch.autograd.Function):
         upstream = Upstream(by_sum, by_deficit, row_mean, _unit(space_sum))
         with without_autocast(value_u.device.type):
             if len(saved) > 13:
-                scores, p, spread = BlockScores(*saved[13:16]), saved[16], saved[17]
-                g = block_gradients(query, key, value, scores, p, spread, upstream)
+                scores, p, terms = BlockScores(*saved[13:16]), saved[16], saved[17]
+                g = block_gradients(query, key, value, scores, p, terms, upstream)
                 flat = [*g.query, *g.key, g.a, g.u]
                 by_gain = g.gain
             else:
                 flat, by_gain = _blockwise_gradients(
                     query, key, value, gain, added, log_sum, upstream, ctx
                 )
-        by_gain = (by_gain[..., None, None] / gain).sum_to_size(gain.shape)
+        # What all gradients of queries and keys share: ∂score/∂c = −2g D/sinh D.
+        common = -2.0 * gain
+        for index in range(6):
+            flat[index] = flat[index] * (common if flat[index].dim() > 3 else common.squeeze(-1))
+        by_gain = by_gain[..., None, None].sum_to_size(gain.shape)
         return (*flat, by_gain, None, None, None, None)
 
 
@@ -235,11 +266,11 @@ def _blockwise_gradients(
             if bias.excludes(rows, columns):
                 continue
             keys, values = _part(key, columns), value.part(*columns)
-            scores = block_scores(part, keys, gain)
-            biased = bias.add_to(scores.score, rows, columns)
-            p = torch.exp(biased - log_sum[..., some].unsqueeze(-1))
-            spread = half_squared_differences(up.direction, values.u)
-            g = block_gradients(part, keys, values, scores, p, spread, up)
+            scores = block_scores(part, keys)
+            score = _weights(scores, gain, bias, rows, columns)
+            p = torch.exp(score - log_sum[..., some].unsqueeze(-1))
+            terms = block_terms(up.direction, values)
+            g = block_gradients(part, keys, values, scores, p, terms, up)
             _add(query_total, g.query, some)
             _add(key_total, (*g.key, g.a, g.u), slice(*columns))
             gain_total = gain_total + g.gain
@@ -262,8 +293,8 @@ def fused_attention(
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
-    row_block: int = 128,
-    key_block: int = 256,
+    row_block: int = 64,
+    key_block: int = 4096,
 ) -> Point:
     """Centroids of the values under softmax(−gain · D² + bias), in memory linear in N and M.
 
