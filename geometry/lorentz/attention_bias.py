@@ -10,7 +10,7 @@ from torch import Tensor
 from .attention_block import BlockScores
 from .score import ScoreCoordinates
 
-__all__ = ["Bias", "Range", "biased_scores", "causal_bias", "part_of", "ranges", "unit_rows"]
+__all__ = ["Bias", "Range", "biased_scores", "causal_bias", "part_of", "ranges"]
 
 Range: TypeAlias = tuple[int, int]
 
@@ -61,14 +61,6 @@ def part_of(x: ScoreCoordinates, part: Range) -> ScoreCoordinates:
     return ScoreCoordinates(
         x.level[..., start:stop], x.scale[..., start:stop], x.vector[..., start:stop, :]
     )
-
-
-def unit_rows(space_sum: Tensor) -> Tensor:
-    """Directions of rows (…, n), 0 where a row is 0. Plain values."""
-    largest = space_sum.abs().amax(-1, keepdim=True)
-    scaled = space_sum / torch.where(largest > 0, largest, 1.0)
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    return scaled / torch.where(norm > 0, norm, 1.0)
 
 
 def biased_scores(

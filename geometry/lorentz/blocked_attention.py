@@ -10,8 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention_bias import Bias, Range, biased_scores, part_of, ranges, unit_rows
-from .attention_block import Upstream, Values, block_gradients, block_scores, block_terms
+from .attention_bias import Bias, Range, biased_scores, part_of, ranges
+from .attention_block import (
+    Upstream,
+    Values,
+    block_gradients,
+    block_scores,
+    block_sums,
+    deficit_share,
+    finish_sums,
+    partial_sums,
+)
 from .score import ScoreCoordinates
 
 __all__ = ["blocked_gradients", "blocked_sums"]
@@ -31,9 +40,8 @@ def _rows_in_one_block(
     log_sum = torch.logsumexp(score, -1)
     log_sum = torch.where(log_sum > -torch.inf, log_sum, 0.0)
     p = torch.exp(score.sub_(log_sum.unsqueeze(-1)))
-    space_sum = p @ value.space
-    terms = block_terms(unit_rows(space_sum), value)
-    return space_sum, terms.mul_(p).sum(-1), log_sum
+    space_sum, deficit = block_sums(p, value)
+    return space_sum, deficit, log_sum
 
 
 def _rows_online(
@@ -46,34 +54,31 @@ def _rows_online(
     key_ranges: list[Range],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """V, F and the log of the softmax sum of some query rows, one key block at a time."""
+    kept = [columns for columns in key_ranges if not bias.excludes(rows, columns)] or key_ranges[:1]
     largest = torch.full_like(query.level, -torch.inf)
     total = torch.zeros_like(query.level)
-    shape = (*query.level.shape, value.u.shape[-1])
-    space_sum = torch.zeros(shape, dtype=value.u.dtype, device=value.u.device)
-    for columns in key_ranges:
-        if bias.excludes(rows, columns):
-            continue
-        scores = block_scores(query, part_of(key, columns))
-        score = biased_scores(scores, gain, bias, rows, columns)
+    for columns in kept:
+        score = biased_scores(block_scores(query, part_of(key, columns)), gain, bias, rows, columns)
         new_largest = torch.maximum(largest, score.amax(-1))
         finite = torch.where(new_largest > -torch.inf, new_largest, 0.0)
-        shrink = torch.exp(largest - finite)
         weights = torch.exp(score - finite.unsqueeze(-1))
-        total = total * shrink + weights.sum(-1)
-        space_sum = space_sum * shrink.unsqueeze(-1) + weights @ value.part(*columns).space
+        total = total * torch.exp(largest - finite) + weights.sum(-1)
         largest = new_largest
     reached = total > 0
-    safe_total = torch.where(reached, total, 1.0)
-    space_sum = space_sum / safe_total.unsqueeze(-1)
-    log_sum = torch.where(reached, largest + torch.log(safe_total), 0.0)
-    direction = unit_rows(space_sum)
-    deficit = torch.zeros_like(total)
-    for columns in key_ranges:
-        if bias.excludes(rows, columns):
-            continue
+    log_sum = torch.where(reached, largest + torch.log(torch.where(reached, total, 1.0)), 0.0)
+
+    def weights_of(columns: Range) -> Tensor:
         scores = block_scores(query, part_of(key, columns))
-        p = torch.exp(biased_scores(scores, gain, bias, rows, columns) - log_sum.unsqueeze(-1))
-        deficit = deficit + (p * block_terms(direction, value.part(*columns))).sum(-1)
+        score = biased_scores(scores, gain, bias, rows, columns)
+        return torch.exp(score.sub_(log_sum.unsqueeze(-1)))
+
+    sums = partial_sums(weights_of(kept[0]), value.part(*kept[0]))
+    for columns in kept[1:]:
+        sums += partial_sums(weights_of(columns), value.part(*columns))
+    space_sum, deficit = finish_sums(sums, value.u.shape[-1])
+    if deficit is None:
+        shares = [deficit_share(weights_of(c), space_sum, value.part(*c)) for c in kept]
+        deficit = torch.stack(shares).sum(0)
     return space_sum, deficit, log_sum
 
 
@@ -162,8 +167,7 @@ def blocked_gradients(
             scores = block_scores(part, some_keys)
             score = biased_scores(scores, gain, added, rows, columns)
             p = torch.exp(score.sub_(log_sum[..., some].unsqueeze(-1)))
-            terms = block_terms(up.direction, values)
-            g = block_gradients(part, some_keys, values, scores, p, terms, up)
+            g = block_gradients(part, some_keys, values, scores, p, up)
             _add(query_total, g.query, some)
             _add(key_total, (*g.key, g.a, g.u), slice(*columns))
             gain_total = gain_total + g.gain

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .attention_bias import Bias, Range, biased_scores, unit_rows
+from .attention_bias import Bias, biased_scores
 from .attention_block import (
     BlockScores,
     Upstream,
     Values,
     block_gradients,
     block_scores,
-    block_terms,
+    block_sums,
+    unit_rows,
 )
 from .blocked_attention import blocked_gradients, blocked_sums
 from .centroid import point_from_sums
@@ -34,16 +35,13 @@ __all__ = ["fused_attention"]
 _SMALL = 128 * 128
 
 
-def _rows_at_once(
-    scores: BlockScores, value: Values, gain: Tensor, bias: Bias, rows: Range
-) -> tuple[Tensor, Tensor, Tensor]:
-    """V, f and P of some query rows and all keys."""
-    score = biased_scores(scores, gain, bias, rows, (0, value.sinh.shape[-1]))
+def _weights(scores: BlockScores, gain: Tensor, bias: Bias, n: int, m: int) -> Tensor:
+    """P of a whole sequence (…, N, M): zeros where every key is excluded."""
+    score = biased_scores(scores, gain, bias, (0, n), (0, m))
     p = torch.softmax(score, -1)
     if bias.tensor is not None or (bias.causal_offset is not None and bias.causal_offset < 0):
         p = torch.where(score.amax(-1, keepdim=True) > -torch.inf, p, 0.0)
-    space_sum = p @ value.space
-    return space_sum, block_terms(unit_rows(space_sum), value), p
+    return p
 
 
 class _AttentionSums(torch.autograd.Function):
@@ -75,9 +73,9 @@ class _AttentionSums(torch.autograd.Function):
         if ctx.small:
             value, added = Values.of(value_a, value_u), Bias(bias, causal_offset)
             scores = block_scores(query, key)
-            space_sum, terms, p = _rows_at_once(scores, value, gain, added, (0, n))
-            deficit = (p * terms).sum(-1)
-            ctx.save_for_backward(*inputs, space_sum, deficit, *scores, p, terms)
+            p = _weights(scores, gain, added, n, m)
+            space_sum, deficit = block_sums(p, value)
+            ctx.save_for_backward(*inputs, space_sum, deficit, *scores, p)
         else:
             space_sum, deficit, log_sum = blocked_sums(
                 list(query),
@@ -103,9 +101,9 @@ class _AttentionSums(torch.autograd.Function):
         upstream = Upstream(by_sum, by_deficit, row_mean, unit_rows(space_sum))
         with without_autocast(value_u.device.type):
             if ctx.small:
-                scores, p, terms = BlockScores(*saved[12:15]), saved[15], saved[16]
+                scores, p = BlockScores(*saved[12:15]), saved[15]
                 value = Values.of(value_a, value_u)
-                g = block_gradients(query, key, value, scores, p, terms, upstream)
+                g = block_gradients(query, key, value, scores, p, upstream)
                 *flat, by_gain = *g.query, *g.key, g.a, g.u, g.gain
             else:
                 *flat, by_gain = blocked_gradients(
