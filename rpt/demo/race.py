@@ -139,7 +139,7 @@ class Race:
         payload = {
             "format": FORMAT,
             "settings": self.settings,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "text": self.corpus.fingerprint,
             "random": torch.get_rng_state(),
             "batches": self.batches.state_dict(),

@@ -28,7 +28,9 @@ _CODE_OF_BYTE = bytes(
 
 def encode(text: str) -> Tensor:
     """Characters to codes: uint8 (characters,), below `VOCABULARY_SIZE`."""
-    as_bytes = text.encode("ascii", errors="replace") if text.isascii() else _one_byte_each(text)
+    if not text:
+        return torch.empty(0, dtype=torch.uint8)  # a buffer of no bytes is refused
+    as_bytes = text.encode("ascii") if text.isascii() else _one_byte_each(text)
     return torch.frombuffer(bytearray(as_bytes.translate(_CODE_OF_BYTE)), dtype=torch.uint8)
 
 
