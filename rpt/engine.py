@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,15 @@ from .gain import next_gain
 from .options import group_rule
 from .ownership import Ownership
 from .stack import Stack
-from .update import Members, Rule, Step, take_step, update_polar_weight
+from .update import (
+    Members,
+    Rule,
+    Step,
+    divisor,
+    next_unit,
+    take_step,
+    update_polar_weight,
+)
 
 __all__ = ["StackWork", "advance", "deliver", "group_gain", "sort_into_stacks"]
 
@@ -26,6 +35,7 @@ class StackWork:
         stack: the stack.
         members: positions in it of the parameters that have a gradient.
         gradients: their gradients.
+        peaks: largest absolute entry of each.
         group: their parameter group.
         rule: its numbers.
         working: the tensors the rule changes: the stack's own, or copies of some rows.
@@ -36,6 +46,7 @@ class StackWork:
     stack: Stack
     members: list[int]
     gradients: list[Tensor]
+    peaks: list[float]
     group: dict[str, Any]
     rule: Rule
     working: dict[str, Tensor] = field(default_factory=dict)
@@ -49,20 +60,30 @@ class StackWork:
 
 def sort_into_stacks(
     live: Sequence[tuple[int, Tensor, Tensor]],
+    peaks: Sequence[float],
     groups: Sequence[dict[str, Any]],
     home: Any,
     ownership: Ownership,
 ) -> list[StackWork]:
-    """Sort (group index, parameter, gradient) into the stacks that `home(parameter)` names."""
+    """Sort gradients into the stacks that `home(parameter)` names.
+
+    Args:
+        live: (group index, parameter, gradient).
+        peaks: largest absolute entry of each gradient.
+        groups: the optimizer's parameter groups.
+        home: gives the stack of a parameter and its position there.
+        ownership: hands over the whole gradient.
+    """
     rules: dict[int, Rule] = {}
     plan: dict[int, StackWork] = {}
-    for g, parameter, gradient in live:
+    for (g, parameter, gradient), peak in zip(live, peaks, strict=True):
         stack, position = home(parameter)
         if g not in rules:
             rules[g] = group_rule(groups[g])
         if id(stack) not in plan:
-            plan[id(stack)] = StackWork(stack, [], [], groups[g], rules[g])
+            plan[id(stack)] = StackWork(stack, [], [], [], groups[g], rules[g])
         plan[id(stack)].members.append(position)
+        plan[id(stack)].peaks.append(peak)
         plan[id(stack)].gradients.append(ownership.whole_gradient(parameter, gradient))
     return list(plan.values())
 
@@ -102,10 +123,16 @@ def _start(
 ) -> Generator[Tensor, list[float], Step]:
     stack, group = item.stack, item.group
     item.working, item.index = stack.select(item.members)
-    gradient = stack.gradients(item.members, item.gradients)
-    if group["maximize"]:
-        gradient = -gradient
     records = [state[p] for p in item.parameters]
+    for record, peak in zip(records, item.peaks, strict=True):
+        record["unit"] = next_unit(record["unit"], peak)
+    divisors = [
+        divisor(r["unit"], peak) * (-1.0 if group["maximize"] else 1.0)
+        for r, peak in zip(records, item.peaks, strict=True)
+    ]
+    if stack.dtype == torch.float64:
+        divisors = [math.copysign(1.0, d) for d in divisors]
+    gradient = stack.gradients(item.members, item.gradients, divisors)
     if stack.is_matrix:
         _observe(item, records, [ranks.get(p, global_rank) for p in item.parameters])
     members = Members(
@@ -114,6 +141,8 @@ def _start(
             r["step"] + 1 - r["last_root_step"] if r.get("last_root_step") else None
             for r in records
         ],
+        units=[r["unit"] for r in records],
+        positions=item.members,
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -218,12 +219,14 @@ class ResidualPolarTransport(ObservingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        live = self._finite(self._live_gradients())
+        live, peaks = self._finite(self._live_gradients())
         self._registry.ensure(
             [(g, p) for g, p, _ in live], self.param_groups, self.state, self._backend
         )
         observed = self._stage.commit()
-        work = sort_into_stacks(live, self.param_groups, self._registry.home, self._ownership)
+        work = sort_into_stacks(
+            live, peaks, self.param_groups, self._registry.home, self._ownership
+        )
         # A host read costs nothing on a CPU: there each stack is finished before the next one starts,
         # and its intermediates are freed. On a device all stacks share one synchronisation.
         on_cpu = all(w.stack.device.type == "cpu" for w in work)
@@ -272,15 +275,22 @@ class ResidualPolarTransport(ObservingOptimizer):
                 live.append((g, parameter, gradient))
         return live
 
-    def _finite(self, live: list[tuple[int, Tensor, Tensor]]) -> list[tuple[int, Tensor, Tensor]]:
-        """Leave out parameters whose gradient is not finite, or raise, as their group says."""
+    def _finite(
+        self, live: list[tuple[int, Tensor, Tensor]]
+    ) -> tuple[list[tuple[int, Tensor, Tensor]], list[float]]:
+        """Leave out parameters whose gradient is not finite, or raise, as their group says.
+
+        Returns:
+            what stays, and the largest absolute entry of each gradient.
+        """
         if not live:
-            return live
-        peaks = torch._foreach_norm([g for _, _, g in live], float("inf"))
+            return live, []
+        norms = torch._foreach_norm([g for _, _, g in live], float("inf"))
         # One host synchronisation: which parameters take part is the host's decision.
-        finite = torch.stack([p.float().to(peaks[0].device) for p in peaks]).isfinite().tolist()
+        peaks = torch.stack([p.float().to(norms[0].device) for p in norms]).tolist()
+        finite = [math.isfinite(peak) for peak in peaks]
         if all(finite):
-            return live
+            return live, peaks
         bad = [entry for entry, ok in zip(live, finite, strict=True) if not ok]
         names = {id(p): self.parameter_name(g, i) for g, i, p in self._enumerate()}
         listed = ", ".join(names[id(p)] for _, p, _ in bad[:3]) + (", …" if len(bad) > 3 else "")
@@ -297,7 +307,10 @@ class ResidualPolarTransport(ObservingOptimizer):
             "nonfinite",
             f"skipped non-finite gradients in {listed}; telemetry() counts them from here on",
         )
-        return [entry for entry, ok in zip(live, finite, strict=True) if ok]
+        return (
+            [entry for entry, ok in zip(live, finite, strict=True) if ok],
+            [peak for peak in peaks if math.isfinite(peak)],
+        )
 
     def _interrupted(
         self, error: Exception, batch: list[StackWork], done: list[StackWork]

@@ -84,8 +84,10 @@ def validate_options(options: Mapping[str, Any], where: str) -> None:
             bounds += f" and below {high:g}" if high < math.inf else " and finite"
             raise ValueError(f"{where}: {name}={value!r} must be {bounds}")
 
-    for name in ("lr", "eps", "weight_decay", "matrix_ridge", "root_drift_threshold", "gain_rate"):
+    for name in ("lr", "eps", "weight_decay", "matrix_ridge", "gain_rate"):
         number(name, 0.0)
+    if options["root_drift_threshold"] is not None:
+        number("root_drift_threshold", 0.0)
     betas = options["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{where}: betas={betas!r} must be a pair (beta1, beta2)")

@@ -33,9 +33,9 @@ def polar_factor(matrix: Tensor, schedule: Sequence[Coefficients]) -> Tensor:
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)
+    x = x * _lengths(x).clamp_min(1e-7).reciprocal()
     for a, b, c in schedule:
-        gram = x @ x.mT
+        gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
@@ -58,13 +58,21 @@ def polar_share(
         (b, rows, cols). Rows with α = 0 come back unchanged, bit for bit.
     """
     weight = weight.to(update.dtype).view(-1, 1, 1)
-    length = torch.linalg.matrix_norm(update, keepdim=True)
+    length = _lengths(update)
+    # Where nothing is to be shaped the coefficients become 1, 0 and 1: unchanged, bit for bit.
+    weight = weight * (length > transport_eps)
     factor = polar_factor(update, schedule)
-    factor = factor * (length / _positive(torch.linalg.matrix_norm(factor, keepdim=True)))
-    blend = torch.lerp(update, factor, weight)
-    blend = blend * (length / _positive(torch.linalg.matrix_norm(blend, keepdim=True)))
-    return torch.where((weight > 0) & (length > transport_eps), blend, update)
+    share = weight * length * _reciprocal(_lengths(factor))
+    blend = torch.addcmul(update * (1.0 - weight), factor, share)
+    restore = (length * _reciprocal(_lengths(blend))).masked_fill_(weight == 0, 1.0)
+    return blend.mul_(restore)
 
 
-def _positive(length: Tensor) -> Tensor:
-    return torch.where(length > 0, length, 1.0)
+def _lengths(matrix: Tensor) -> Tensor:
+    """Frobenius norms, (b, 1, 1)."""
+    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+
+
+def _reciprocal(length: Tensor) -> Tensor:
+    """1/‖·‖, and 0 for a zero matrix."""
+    return length.reciprocal().masked_fill_(length == 0, 0.0)

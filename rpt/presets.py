@@ -46,6 +46,9 @@ _DROP_IN: dict[str, Any] = _PAPER | {
     # A hidden schedule on top of the user's is no drop-in.
     "gain_rate": 0.0,
     "roots": "auto",
+    # Age alone decides: no drift to measure, nothing for the host to wait for.
+    "root_drift_threshold": None,
+    "max_root_staleness": 50,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {"drop_in": _DROP_IN, "paper": _PAPER}

@@ -65,9 +65,12 @@ class StackRegistry:
         for key, parameters in shelves.items():
             group = groups[key[0]]
             is_matrix = matrix_shape(parameters[0]) is not None
+            roots = backend(group["roots"]) if is_matrix else None
+            if roots is not None and group["root_drift_threshold"] is None:
+                roots = roots.without_drift()
             stack = Stack(
                 parameters,
-                backend(group["roots"]) if is_matrix else None,
+                roots,
                 dtype=key[1],
                 device=key[2],
                 polar_prior=group["polar_prior"],
@@ -92,4 +95,5 @@ def _stack_key(index: int, group: Mapping[str, Any], parameter: Tensor) -> tuple
     common = (index, compute_dtype(parameter), parameter.device)
     if shape is None:
         return (*common, vector_length_class(parameter.numel()))
-    return (*common, min(shape), max(shape), group["roots"])
+    drifts = group["root_drift_threshold"] is not None
+    return (*common, min(shape), max(shape), group["roots"], drifts)

@@ -18,6 +18,9 @@ __all__ = ["METRIC", "Stack", "compute_dtype", "matrix_shape", "vector_length_cl
 
 # Prefix of the root backend's entries among a parameter's state.
 METRIC = "metric."
+# What a step measures of itself, one row per parameter in the stack, four entries in its state.
+MEASURED = "measured"
+_MEASURED = ("frame_confidence", "frame_coherence", "axial_closure", "gradient_alignment")
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
@@ -78,14 +81,9 @@ class Stack:
         self.tensors: dict[str, Tensor] = {
             "momentum": like.new_zeros(batch, width),
             "frame": like.new_zeros(batch, width),
-            "frame_confidence": like.new_ones(batch),
-            "frame_coherence": like.new_ones(batch),
-            "axial_closure": like.new_zeros(batch),
-            "gradient_alignment": like.new_zeros(batch),
+            MEASURED: like.new_tensor([1.0, 1.0, 0.0, 0.0]).repeat(batch, 1),
             "polar_weight": like.new_full((batch,), polar_prior if backend else 0.0),
             "residual_entropy_rank": like.new_ones(batch),
-            # float32 works in units of a power of two near the first gradient's largest entry.
-            "unit": like.new_full((batch,), 1.0 if dtype == torch.float64 else 0.0),
         }
         if backend is None:
             self.tensors["second_moment"] = like.new_zeros(batch)
@@ -101,6 +99,8 @@ class Stack:
 
     def view(self, key: str, index: int) -> Tensor:
         """One parameter's share of a state tensor, shaped like the parameter where that applies."""
+        if key in _MEASURED:
+            return self.tensors[MEASURED][index, _MEASURED.index(key)]
         value = self.tensors[key][index]
         if key not in ("momentum", "frame"):
             return value
@@ -114,9 +114,16 @@ class Stack:
         matrix = row.view(self.rows, self.cols)
         return (matrix.mT if self.tall[index] else matrix).view(parameter.shape)
 
-    def host_state(self) -> dict[str, int]:
-        """The counters that a parameter starts with, plain integers kept beside its views."""
-        counters = {"step": 0, "observations": 0, "skipped": 0}
+    @property
+    def keys(self) -> list[str]:
+        """The tensor entries of a parameter's state."""
+        return [key for key in self.tensors if key != MEASURED] + list(_MEASURED)
+
+    def host_state(self) -> dict[str, float]:
+        """What a parameter's state holds beside its views: counters and the gradient's unit."""
+        counters: dict[str, float] = {"step": 0, "observations": 0, "skipped": 0}
+        # float32 works in units of a power of two near the first gradient's largest entry.
+        counters["unit"] = 1.0 if self.dtype == torch.float64 else 0.0
         return counters | ({"last_root_step": 0, "root_refreshes": 0} if self.is_matrix else {})
 
     def adopt(self, index: int, record: dict[str, Any]) -> None:
@@ -124,7 +131,7 @@ class Stack:
 
         Metric entries that do not fit the backend any more are dropped: the metric starts anew.
         """
-        for key in self.tensors:
+        for key in self.keys:
             view = self.view(key, index)
             value = record.get(key)
             if isinstance(value, Tensor) and value.shape == view.shape:
@@ -140,18 +147,29 @@ class Stack:
         for key, start in self.host_state().items():
             record.setdefault(key, start)
 
-    def gradients(self, members: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
-        """Stack gradients as (k, rows·cols) in the working dtype."""
+    def gradients(
+        self, members: Sequence[int], gradients: Sequence[Tensor], divisors: Sequence[float]
+    ) -> Tensor:
+        """Stack gradients, each divided by its divisor, as (k, rows·cols) in the working dtype."""
         if self.is_matrix:
+            shape = (self.cols, self.rows)
             rows = [
-                (g.reshape(self.cols, self.rows).mT if self.tall[i] else g).reshape(-1)
+                g.reshape(shape).mT.reshape(-1) if self.tall[i] else g.reshape(-1)
                 for i, g in zip(members, gradients, strict=True)
             ]
-            return torch.stack([row.to(self.dtype) for row in rows])
-        out = torch.zeros(len(members), self.cols, dtype=self.dtype, device=self.device)
-        for row, gradient in zip(out, gradients, strict=True):
-            row[: gradient.numel()].copy_(gradient.reshape(-1))
-        return out
+            out = torch.stack(
+                [row if row.dtype == self.dtype else row.to(self.dtype) for row in rows]
+            )
+        else:
+            out = torch.zeros(len(members), self.cols, dtype=self.dtype, device=self.device)
+            for row, gradient in zip(out, gradients, strict=True):
+                row[: gradient.numel()].copy_(gradient.reshape(-1))
+        scales = set(divisors)
+        if scales == {1.0}:
+            return out
+        if len(scales) == 1:
+            return out.div_(divisors[0])
+        return out.div_(torch.tensor(divisors, dtype=self.dtype, device=self.device)[:, None])
 
     def select(self, members: Sequence[int]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Working tensors of some members: the stack itself for all, gathered copies otherwise."""

@@ -74,18 +74,18 @@ def live_frame(request: Tensor, stored: Tensor, transport_eps: float) -> Frame:
     """Compare the request's direction with the stored frame (a zero row means: none stored)."""
     length = norm(request)
     live = length > transport_eps
-    inverse = torch.where(live, length, torch.inf).reciprocal()
+    inverse = length.reciprocal().masked_fill(~live, 0.0)
     # A stored frame has length one; only a row that never held one is zero.
     compared = live & (norm(stored) > 0.5)
-    cosine = (dot(stored, request) * inverse).clamp(-1.0, 1.0)
-    coherence = torch.where(compared, cosine, 1.0)
-    confidence = coherence.clamp_min(0.0) * live
+    cosine = (dot(stored, request) * inverse).clamp_(-1.0, 1.0)
+    coherence = cosine.masked_fill_(~compared, 1.0)
+    confidence = coherence.clamp_min(0.0).mul_(live)
     return Frame(length, inverse, coherence, confidence, compared, live)
 
 
 def next_frame(request: Tensor, stored: Tensor, frame: Frame) -> Tensor:
     """h = P/‖P‖, the stored frame where the request vanished."""
-    return torch.where(frame.live, request * frame.inverse, stored)
+    return torch.addcmul(request * frame.inverse, stored, ~frame.live)
 
 
 def rotation(
@@ -109,11 +109,13 @@ def rotation(
     on_old = -(along_old + tilt)
     on_new = along_old - tilt
     forward = along_new + on_old * q + on_new
+    # All three are zero corrections to (1, 0, 0) where nothing turns.
+    rho = rho * turns
     squared = rho * rho
     return (
-        torch.where(turns, 1.0 - rho + squared, 1.0),
-        torch.where(turns, squared * on_old, 0.0),
-        torch.where(turns, rho * (1.0 - rho) * forward + squared * on_new, 0.0),
+        1.0 - rho + squared,
+        squared * on_old,
+        (rho - squared) * forward + squared * on_new,
     )
 
 
@@ -151,7 +153,7 @@ def carry(
     if transport:
         on_m, on_old, on_new = rotation(momentum, stored, request, frame, transport_eps)
         on_request = beta1 * on_new * frame.inverse + (1.0 - beta1)
-        carried = torch.addcmul((beta1 * on_m) * momentum, beta1 * on_old, stored)
+        carried = (momentum * (beta1 * on_m)).addcmul_(beta1 * on_old, stored)
         carried.addcmul_(on_request, request)
     else:
         carried = torch.lerp(momentum, request, 1.0 - beta1)

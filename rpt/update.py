@@ -12,6 +12,7 @@ Source: the RPT guide; formulas and constants follow its specification, sections
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from .polar import QUINTIC, polar_share
 from .roots import Damping, RootBackend
-from .stack import METRIC
+from .stack import MEASURED, METRIC
 from .transport import carry, certificate, live_frame, next_frame, rescale_to_rms
 
-__all__ = ["Members", "Rule", "Step", "take_step", "update_polar_weight"]
+__all__ = ["Members", "Rule", "Step", "divisor", "next_unit", "take_step", "update_polar_weight"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Rule:
     polar_release_beta: float
     polar_steps: int
     transport_eps: float
-    root_drift_threshold: float
+    root_drift_threshold: float | None
     max_root_staleness: int
     update_rms: float | None
     transport: bool
@@ -52,11 +53,15 @@ class Members:
     Attributes:
         steps: t of each, this step included.
         root_ages: steps since each one's last refresh; None for a matrix without roots.
+        units: what each gradient was divided by.
+        positions: of each in the stack, which spreads refreshes by age over the steps.
         shaped: whether any of them may have a polar weight above zero.
     """
 
     steps: list[int]
     root_ages: list[int | None]
+    units: list[float]
+    positions: list[int]
     shaped: bool
 
 
@@ -93,28 +98,29 @@ def take_step(
 
     Args:
         state: the stack's tensors, first dimension k.
-        gradient: G, (k, rows·cols), finite, in the working dtype.
+        gradient: G divided by its unit, (k, rows·cols), finite, in the working dtype.
         sizes: number of entries of each parameter, (k, 1).
         shape: (rows, cols), wide.
         backend: the metric, or None for vectors.
         members: step counts and root ages.
         rule: the numbers.
     """
-    gradient = in_units(gradient, state["unit"])
     correction2 = _correction(rule.beta2, members.steps, gradient)
     refreshed: list[int] = []
     if backend is None:
-        request = vector_request(state, gradient, sizes, correction2, rule)
+        request = vector_request(
+            state["second_moment"], gradient, sizes, correction2, members, rule
+        )
     else:
         matrices = gradient.view(-1, *shape)
         metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
         backend.accumulate(metric, matrices, rule.beta2)
-        due = [age is None or age >= rule.max_root_staleness for age in members.root_ages]
-        if not all(due):
+        due = due_by_age(members, rule)
+        if rule.root_drift_threshold is not None and not all(due):
             drift = yield backend.drift(metric, shape, correction2)
             due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
         refreshed = [i for i, is_due in enumerate(due) if is_due]
-        _refresh(state, metric, shape, backend, refreshed, correction2, rule)
+        _refresh(state, metric, shape, backend, refreshed, correction2, members, rule)
         request = backend.apply(metric, matrices).reshape(gradient.shape)
 
     stored = state["frame"]
@@ -132,10 +138,6 @@ def take_step(
     )
     state["momentum"].copy_(carried.momentum)
     state["frame"].copy_(next_frame(request, stored, frame))
-    state["frame_confidence"].copy_(frame.confidence[:, 0])
-    state["frame_coherence"].copy_(frame.coherence[:, 0])
-    state["axial_closure"].copy_((carried.closing * frame.inverse).abs()[:, 0])
-
     update = carried.update
     if backend is not None and members.shaped:
         update = polar_share(
@@ -145,38 +147,69 @@ def take_step(
             rule.transport_eps,
         ).reshape(gradient.shape)
     update, alignment = certificate(update, gradient)
-    state["gradient_alignment"].copy_(alignment[:, 0])
+    closing = (carried.closing * frame.inverse).abs_()
+    measured = (frame.confidence, frame.coherence, closing, alignment)
+    state[MEASURED].copy_(torch.cat(measured, dim=1))
     if rule.update_rms is not None:
         update = rescale_to_rms(update, rule.update_rms, sizes)
     return Step(update, frame.coherence[:, 0], frame.compared[:, 0], refreshed)
 
 
-def in_units(gradient: Tensor, unit: Tensor) -> Tensor:
-    """Divide by each parameter's unit, a power of two fixed at its first non-zero gradient.
+def next_unit(unit: float, peak: float) -> float:
+    """The power of two that a float32 gradient is divided by, fixed at its first non-zero value.
 
-    Covariances are fourth-order quantities of the gradient on their way through the metric; in these
-    units float32 holds them for gradients from 1e-30 to 1e30, and scaling every gradient by a power of
-    two changes no bit of the step. A unit of one (float64) leaves the gradient as it is.
+    Covariances are squares of the gradient: in these units float32 holds them for gradients from 1e-30
+    to 1e30, and scaling every gradient by a power of two changes no bit of the step.
+
+    Args:
+        unit: the unit so far, 0 for none.
+        peak: largest absolute entry of the gradient.
     """
-    peak = gradient.abs().amax(dim=-1)
-    _, exponent = torch.frexp(peak)
-    power = torch.ldexp(torch.ones_like(peak), exponent.clamp(-126, 127))
-    fresh = torch.where(peak > 0, power, 0.0)
-    unit.copy_(torch.where(unit > 0, unit, fresh))
-    scale = torch.where(unit > 0, unit, 1.0)
-    # A gradient 2^50 times the first would overflow its own square: it is shortened to that.
-    scale = torch.maximum(scale, peak * 2.0**-50)
-    return gradient / scale[:, None]
+    if unit or not peak:
+        return unit
+    return math.ldexp(1.0, min(max(math.frexp(peak)[1], -126), 126))
+
+
+def divisor(unit: float, peak: float) -> float:
+    """What to divide a gradient by: its unit, or more where its square would still overflow."""
+    return max(unit or 1.0, peak * 2.0**-50)
+
+
+def due_by_age(members: Members, rule: Rule) -> list[bool]:
+    """Which matrices need new roots whatever their drift.
+
+    With a drift threshold: those without roots or `max_root_staleness` steps old, exactly as
+    published. Without one, age decides alone: often while the covariance is young, later every
+    `max_root_staleness` steps or so, spread so that the matrices of a stack do not all fall due at once.
+    """
+    due = []
+    for step, age, position in zip(
+        members.steps, members.root_ages, members.positions, strict=True
+    ):
+        limit = float(rule.max_root_staleness)
+        if rule.root_drift_threshold is None:
+            # Multiples of the golden ratio are spread evenly in [0, 1).
+            spread = 0.75 + 0.5 * (position * 0.6180339887498949 % 1.0)
+            limit = max(1.0, min(limit * spread, step * spread / 4))
+        due.append(age is None or age >= limit)
+    return due
 
 
 def vector_request(
-    state: dict[str, Tensor], gradient: Tensor, sizes: Tensor, correction: Tensor, rule: Rule
+    moment: Tensor,
+    gradient: Tensor,
+    sizes: Tensor,
+    correction: Tensor,
+    members: Members,
+    rule: Rule,
 ) -> Tensor:
     """P = G / (√v̂ + ε) with v the running mean of G²: one scalar, so no coordinate is privileged."""
-    square = gradient.square().sum(-1) / sizes[:, 0]
-    moment = state["second_moment"].lerp_(square, 1.0 - rule.beta2)
-    scale = (moment / correction).sqrt() + _absolute(rule.eps, state["unit"])
-    return gradient / torch.where(scale > 0, scale, 1.0)[:, None]
+    square = torch.linalg.vector_norm(gradient, dim=-1).square_().div_(sizes[:, 0])
+    moment.lerp_(square, 1.0 - rule.beta2)
+    scale = (moment / correction).sqrt_()
+    if rule.eps:
+        scale += _absolute(rule.eps, members.units, scale)
+    return gradient / scale.masked_fill_(scale == 0, 1.0)[:, None]
 
 
 def update_polar_weight(
@@ -200,11 +233,12 @@ def _refresh(
     backend: RootBackend,
     due: list[int],
     correction: Tensor,
+    members: Members,
     rule: Rule,
 ) -> None:
     if not due:
         return
-    absolute = _absolute(rule.eps, state["unit"]).square()
+    absolute = _absolute(rule.eps, members.units, correction).square_()
     if len(due) == len(correction):
         refresh = backend.refresh(metric, shape, correction, Damping(rule.matrix_ridge, absolute))
         condition, failures = state["root_condition"], state["root_failures"]
@@ -223,9 +257,12 @@ def _refresh(
     state["root_failures"][index] += refresh.failed.to(torch.int64)
 
 
-def _absolute(eps: float, unit: Tensor) -> Tensor:
-    """ε in the units that the gradient was divided by; its square must stay in float32's range."""
-    return (eps / torch.where(unit > 0, unit, 1.0)).clamp_max(1e15)
+def _absolute(eps: float, units: list[float], like: Tensor) -> Tensor:
+    """ε in the units that gradients were divided by; its square must stay in float32's range."""
+    values = [min(eps / (unit or 1.0), 1e15) for unit in units]
+    if len(set(values)) == 1:
+        return like.new_full((len(values),), values[0])
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
 
 
 def _correction(beta: float, steps: list[int], like: Tensor) -> Tensor:

@@ -80,6 +80,10 @@ class RootBackend(ABC):
         """
         return torch.zeros_like(correction)
 
+    def without_drift(self) -> RootBackend:
+        """The same backend for an optimizer that refreshes by age alone and asks for no drift."""
+        return self
+
     def state_bytes(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of state for one (rows, cols) matrix, computed without allocating it."""
         rows, cols = min(rows, cols), max(rows, cols)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -67,6 +68,11 @@ class KroneckerRoots(RootBackend):
         whitened = self.side(rows, cols).apply(state, "left", gradient)
         return self.side(cols, rows).apply(state, "right", whitened.mT).mT
 
+    def without_drift(self) -> RootBackend:
+        if any(f.name == "drift_from" for f in fields(self)):  # type: ignore[arg-type]
+            return replace(self, drift_from="age")  # type: ignore[type-var]
+        return self
+
     def describe(self) -> str:
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
         return f"{_NAMES[type(self)]}({options})" if type(self) in _NAMES else super().describe()
@@ -77,14 +83,15 @@ class FullRoots(KroneckerRoots):
     """A dense factor for both sides: the metric of the RPT guide.
 
     Attributes:
-        drift_from: what drift is measured from: "exact" (a copy of each factor at the last refresh),
+        drift_from: what drift is measured from where a threshold asks for it: "exact" (a copy of
+            each factor at the last refresh),
             "sketch" (its image under four probes) or "age" (never measured).
     """
 
-    drift_from: Drift = "sketch"
+    drift_from: Drift = "exact"
 
     def side(self, size: int, other: int) -> Side:
-        return BlockSide(None, self.drift_from)
+        return _block_side(None, self.drift_from)
 
 
 @dataclass(frozen=True)
@@ -97,13 +104,13 @@ class BlockedRoots(KroneckerRoots):
     """
 
     block_size: int = 128
-    drift_from: Drift = "sketch"
+    drift_from: Drift = "exact"
 
     def __post_init__(self) -> None:
         _require_positive("block_size", self.block_size)
 
     def side(self, size: int, other: int) -> Side:
-        return BlockSide(self.block_size, self.drift_from)
+        return _block_side(self.block_size, self.drift_from)
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,8 @@ class AutoRoots(KroneckerRoots):
     def side(self, size: int, other: int) -> Side:
         if size > self.long_side:
             return DiagonalSide()
-        return BlockSide(None if size <= self.full_side else self.block_size, self.drift_from)
+        block = None if size <= self.full_side else self.block_size
+        return _block_side(block, self.drift_from)
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,10 @@ class NoRoots(KroneckerRoots):
 
     def side(self, size: int, other: int) -> Side:
         return ScalarSide()
+
+
+# Sides are settings only: one object serves every step.
+_block_side = cache(BlockSide)
 
 
 _NAMES: dict[type, str] = {
