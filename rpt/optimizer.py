@@ -57,6 +57,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         polar_beta: smoothing of the polar weight while it rises.
         polar_release_beta: smoothing while it falls; None means `polar_beta`.
         polar_steps: Newton–Schulz steps of the polar factor.
+        polar_schedule: their coefficients and start: "quintic" (Muon's, published) or "tight".
         matrix_ridge: smallest eigenvalue of a covariance that counts, relative to the mean one.
         roots: the metric: "auto", "full", "blocked", "low_rank", "none", or a `RootBackend` instance.
         root_drift_threshold: relative change of a covariance at which its root is recomputed.
@@ -97,6 +98,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         polar_beta: float = PRESET,
         polar_release_beta: float | None = PRESET,
         polar_steps: int = PRESET,
+        polar_schedule: str = PRESET,
         matrix_ridge: float = PRESET,
         roots: str | RootBackend = PRESET,
         root_drift_threshold: float = PRESET,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .polar import polar_schedule
 from .presets import preset_options
 from .roots import RootBackend, resolve_roots
 from .update import Rule
@@ -114,6 +115,10 @@ def validate_options(options: Mapping[str, Any], where: str) -> None:
             or options[name] < 1
         ):
             raise ValueError(f"{where}: {name}={options[name]!r} must be a positive whole number")
+    try:
+        polar_schedule(options["polar_schedule"], options["polar_steps"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     if options["nonfinite"] not in ("skip", "raise"):
         raise ValueError(f"{where}: nonfinite={options['nonfinite']!r} must be 'skip' or 'raise'")
     if not isinstance(options["roots"], RootBackend):
@@ -131,7 +136,7 @@ def group_rule(group: Mapping[str, Any]) -> Rule:
         matrix_ridge=group["matrix_ridge"],
         polar_beta=group["polar_beta"],
         polar_release_beta=group["polar_beta"] if release is None else release,
-        polar_steps=group["polar_steps"],
+        polar_schedule=polar_schedule(group["polar_schedule"], group["polar_steps"]),
         transport_eps=group["transport_eps"],
         root_drift_threshold=group["root_drift_threshold"],
         max_root_staleness=group["max_root_staleness"],

@@ -16,6 +16,7 @@ _PAPER: dict[str, Any] = {
     "polar_beta": 0.9,
     "polar_release_beta": None,  # None: the same as polar_beta
     "polar_steps": 5,
+    "polar_schedule": "quintic",
     "polar_prior": 0.0,
     "update_rms": None,
     "root_drift_threshold": 0.05,
@@ -41,6 +42,9 @@ _DROP_IN: dict[str, Any] = _PAPER | {
     # 4 √((1-β1)/(1+β1)): one fixed step length, at which AdamW's best rate is near RPT's.
     "update_rms": 0.92,
     "polar_prior": 1.0,
+    # A whitened request is nearly flat: three steps from a tight bound do what five do from ‖u‖_F.
+    "polar_schedule": "tight",
+    "polar_steps": 3,
     # An absolute floor would make tiny gradients behave differently from large ones.
     "eps": 0.0,
     # A hidden schedule on top of the user's is no drop-in.

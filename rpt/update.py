@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .polar import QUINTIC, polar_share
+from .polar import Schedule, polar_share
 from .roots import Damping, RootBackend
 from .stack import MEASURED, METRIC
 from .transport import carry, certificate, live_frame, next_frame, rescale_to_rms
@@ -37,7 +37,7 @@ class Rule:
     matrix_ridge: float
     polar_beta: float
     polar_release_beta: float
-    polar_steps: int
+    polar_schedule: Schedule
     transport_eps: float
     root_drift_threshold: float | None
     max_root_staleness: int
@@ -143,7 +143,7 @@ def take_step(
         update = polar_share(
             update.view(-1, *shape),
             state["polar_weight"],
-            (QUINTIC,) * rule.polar_steps,
+            rule.polar_schedule,
             rule.transport_eps,
         ).reshape(gradient.shape)
     update, alignment = certificate(update, gradient)
