@@ -112,16 +112,13 @@ def test_trajectory(case):
             close(state_row(optimizer.state[parameter]), state[t])
         close([float(g["gain"]) for g in optimizer.param_groups], ARRAYS[f"{case}/lr_gain"][t])
         close(telemetry_row(optimizer), ARRAYS[f"{case}/last"][t])
-    finals = zip(
-        parameters,
-        *(arrays(case, f"final_{k}") for k in ("momentum", "left", "right")),
-        strict=True,
-    )
-    for parameter, momentum, left, right in finals:
+    momenta, lefts, rights = (arrays(case, f"final_{k}") for k in ("momentum", "left", "right"))
+    for i, parameter in enumerate(parameters):
         record = optimizer.state[parameter]
-        close(record["momentum"], momentum)
-        if left is not None:
+        close(record["momentum"], momenta[i])
+        if parameter.ndim >= 2:
             # Stored wide: the rows' factor of a tall matrix is its long side's.
+            left, right = lefts[i], rights[i]
             sides = ("left", "right") if len(left) <= len(right) else ("right", "left")
             close(record[f"metric.{sides[0]}"].squeeze(0), left)
             close(record[f"metric.{sides[1]}"].squeeze(0), right)
