@@ -14,32 +14,55 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Frame", "axial_closure", "certificate", "live_frame", "rescale_to_rms", "transport"]
+__all__ = [
+    "Carried",
+    "Frame",
+    "carry",
+    "certificate",
+    "live_frame",
+    "next_frame",
+    "rescale_to_rms",
+    "rotation",
+]
 
 
 class Frame(NamedTuple):
-    """The live request's frame, compared with the stored one.
+    """The live request's frame compared with the stored one; every field is (b, 1).
 
     Attributes:
-        direction: h, the unit request, (b, n); the stored frame where the request vanished.
-        length: ‖P‖_F, (b, 1).
-        coherence: q = ⟨h₋, h⟩ clipped to [-1, 1], (b, 1); 1 where there was nothing to compare.
-        confidence: ρ = clip(q, 0, 1), (b, 1); 1 with no stored frame, 0 for a vanished request.
-        compared: whether q compares two frames, bool (b, 1).
-        live: whether the request is longer than `transport_eps`, bool (b, 1).
+        length: n = ‖P‖_F.
+        inverse: 1/n, 0 for a request that vanished.
+        coherence: q = ⟨h₋, h⟩ clipped to [-1, 1]; 1 where there was nothing to compare.
+        confidence: ρ = clip(q, 0, 1); 1 with no stored frame, 0 for a request that vanished.
+        compared: whether q compares two frames, bool.
+        live: whether n > `transport_eps`, bool.
     """
 
-    direction: Tensor
     length: Tensor
+    inverse: Tensor
     coherence: Tensor
     confidence: Tensor
     compared: Tensor
     live: Tensor
 
 
+class Carried(NamedTuple):
+    """Momentum and update after one step.
+
+    Attributes:
+        momentum: m, (b, n).
+        update: u, (b, n).
+        closing: length ρ β1 (‖P‖ - ⟨m̂,h⟩) of the axial closure, (b, 1).
+    """
+
+    momentum: Tensor
+    update: Tensor
+    closing: Tensor
+
+
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """Row-wise inner product, (b, n), (b, n) -> (b, 1)."""
-    return torch.linalg.vecdot(x, y).unsqueeze(-1)
+    """Row-wise inner product, (b, n), (b, n) -> (b, 1), without a product-sized intermediate."""
+    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).squeeze(2)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -48,89 +71,120 @@ def norm(x: Tensor) -> Tensor:
 
 
 def live_frame(request: Tensor, stored: Tensor, transport_eps: float) -> Frame:
-    """Normalise the request and compare it with the stored frame (a zero row means: none stored)."""
+    """Compare the request's direction with the stored frame (a zero row means: none stored)."""
     length = norm(request)
     live = length > transport_eps
-    direction = request / length.clamp_min(transport_eps)
-    stored = stored.to(request.dtype)
+    inverse = torch.where(live, length, torch.inf).reciprocal()
     # A stored frame has length one; only a row that never held one is zero.
-    known = dot(stored, stored) > 0.5
-    compared = live & known
-    coherence = torch.where(compared, dot(stored, direction).clamp(-1.0, 1.0), 1.0)
-    confidence = torch.where(live, coherence.clamp(0.0, 1.0), 0.0)
-    kept = torch.where(live, direction, stored)
-    return Frame(kept, length, coherence, confidence, compared, live)
+    compared = live & (norm(stored) > 0.5)
+    cosine = (dot(stored, request) * inverse).clamp(-1.0, 1.0)
+    coherence = torch.where(compared, cosine, 1.0)
+    confidence = coherence.clamp_min(0.0) * live
+    return Frame(length, inverse, coherence, confidence, compared, live)
 
 
-def transport(momentum: Tensor, stored: Tensor, frame: Frame, transport_eps: float) -> Tensor:
-    """Rotate the momentum into the live frame and fade what lies across it.
+def next_frame(request: Tensor, stored: Tensor, frame: Frame) -> Tensor:
+    """h = P/‖P‖, the stored frame where the request vanished."""
+    return torch.where(frame.live, request * frame.inverse, stored)
 
-    T(m) = a h + z - ⟨z,h⟩/(1+q) (h₋ + h) with a = ⟨m,h₋⟩, z = m - a h₋, is the rotation in the plane
-    of h₋ and h that takes h₋ to h. Its part across h is kept in proportion to ρ², its part along h to
-    ρ, the unrotated momentum to 1 - ρ. At q = -1 the plane is undefined and nothing rotates.
+
+def rotation(
+    momentum: Tensor, stored: Tensor, request: Tensor, frame: Frame, transport_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Carry the momentum into the live frame: coefficients on (m, h₋, h), each (b, 1).
+
+    The minimum rotation that takes h₋ to h is, with a = ⟨m,h₋⟩ and z = m - a h₋,
+    T(m) = a h + z - c (h₋ + h), c = ⟨z,h⟩/(1+q): a combination of m, h₋ and h. Its part along h is
+    kept in proportion to ρ, its part across h to ρ², the unrotated momentum to 1 - ρ:
+
+        m <- (1-ρ) m + ρ (⟨T(m),h⟩ h + ρ (T(m) - ⟨T(m),h⟩ h))
+
+    At q = -1 the plane of rotation is undefined and nothing rotates; nor does it without a comparison.
+    """
+    q, rho = frame.coherence, frame.confidence
+    turns = frame.compared & (1.0 + q > transport_eps)
+    along_old = dot(momentum, stored)
+    along_new = dot(momentum, request) * frame.inverse
+    tilt = (along_new - along_old * q) / (1.0 + q).clamp_min(transport_eps)
+    on_old = -(along_old + tilt)
+    on_new = along_old - tilt
+    forward = along_new + on_old * q + on_new
+    squared = rho * rho
+    return (
+        torch.where(turns, 1.0 - rho + squared, 1.0),
+        torch.where(turns, squared * on_old, 0.0),
+        torch.where(turns, rho * (1.0 - rho) * forward + squared * on_new, 0.0),
+    )
+
+
+def carry(
+    momentum: Tensor,
+    stored: Tensor,
+    request: Tensor,
+    frame: Frame,
+    *,
+    beta1: float,
+    correction: Tensor | float,
+    transport_eps: float,
+    transport: bool = True,
+    closure: bool = True,
+) -> Carried:
+    """Transport, accumulate, look ahead and close the axial lag.
+
+        m <- β1 T + (1-β1) P                      T the carried momentum of `rotation`
+        u  = β1 m̂ + (1-β1) P + ρ β1 (‖P‖ - ⟨m̂,h⟩) h
+
+    Everything lies in the span of m, h₋ and P, so that only coefficients are computed here and each
+    large tensor is written once.
 
     Args:
         momentum: m, (b, n).
         stored: h₋, (b, n), zero where there is none.
-        frame: what `live_frame` returned for the live request.
-        transport_eps: τ.
-
-    Returns:
-        The carried momentum, (b, n); rows without a comparison come back unchanged.
-    """
-    stored = stored.to(momentum.dtype)
-    direction, coherence, confidence = frame.direction, frame.coherence, frame.confidence
-    turns = frame.compared & (1.0 + coherence > transport_eps)
-    along = dot(momentum, stored)
-    across = momentum - along * stored
-    tilt = dot(across, direction) / (1.0 + coherence).clamp_min(transport_eps)
-    rotated = along * direction + across - tilt * (stored + direction)
-    forward = dot(rotated, direction) * direction
-    carried = (1.0 - confidence) * momentum + confidence * (
-        forward + confidence * (rotated - forward)
-    )
-    return torch.where(turns, carried, momentum)
-
-
-def axial_closure(
-    momentum: Tensor, request: Tensor, frame: Frame, beta1: float, correction: Tensor | float
-) -> tuple[Tensor, Tensor]:
-    """Nesterov look-ahead, with the lag along the live axis closed in proportion to ρ.
-
-    u = β1 m̂ + (1-β1) P + ρ β1 (‖P‖ - ⟨m̂,h⟩) h, m̂ the bias-corrected momentum that already holds P.
-
-    Args:
-        momentum: m after this step's accumulation, (b, n).
         request: P, (b, n).
-        frame: the live frame.
+        frame: what `live_frame` returned.
         beta1: momentum coefficient.
         correction: 1 - β1^t, a float or (b, 1).
-
-    Returns:
-        u, (b, n), and the closing length ρ β1 (‖P‖ - ⟨m̂,h⟩), (b, 1).
+        transport_eps: τ.
+        transport: False leaves the momentum where it was.
+        closure: False leaves plain bias-corrected momentum, u = m̂.
     """
-    corrected = momentum / correction
-    lag = frame.length - dot(corrected, frame.direction)
-    closing = torch.where(frame.live, frame.confidence * beta1 * lag, 0.0)
-    update = beta1 * corrected + (1.0 - beta1) * request + closing * frame.direction
-    return update, closing
+    if transport:
+        on_m, on_old, on_new = rotation(momentum, stored, request, frame, transport_eps)
+        on_request = beta1 * on_new * frame.inverse + (1.0 - beta1)
+        carried = torch.addcmul((beta1 * on_m) * momentum, beta1 * on_old, stored)
+        carried.addcmul_(on_request, request)
+    else:
+        carried = torch.lerp(momentum, request, 1.0 - beta1)
+    if not closure:
+        return Carried(carried, carried / correction, torch.zeros_like(frame.length))
+    along = dot(carried, request) * frame.inverse / correction
+    closing = frame.confidence * beta1 * (frame.length - along)
+    update = carried * (beta1 / correction)
+    update.addcmul_(closing * frame.inverse + (1.0 - beta1), request)
+    return Carried(carried, update, closing)
 
 
 def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0.
 
-    Inner products run in float64 on the gradient divided by its largest entry, so that neither the
-    gradient's scale nor cancellation in float32 decides.
+    Inner products run in float64 on the gradient divided by its largest entry, so that neither its
+    scale nor cancellation in float32 decides.
 
     Returns:
         the certified update, (b, n), and its cosine with the gradient, (b, 1), 1 where either is zero.
     """
-    peak = gradient.abs().amax(dim=-1, keepdim=True)
-    unit = (gradient / torch.where(peak > 0, peak, 1.0)).double()
-    inner = dot(update.double(), unit)
-    squared = dot(unit, unit)
+    lengths = norm(update) * norm(gradient)
+    if update.dtype == torch.float32 and update.device.type == "cpu":
+        # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
+        alignment = dot(update, gradient) / lengths
+        if bool((alignment > 1e-3).all()):
+            return update, alignment
+    peak = gradient.abs().amax(dim=-1, keepdim=True).double()
+    wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
+    inner = dot(update.double(), wide)
+    squared = dot(wide, wide)
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
-    certified = update - (excess * unit).to(update.dtype)
+    certified = update - (excess * wide).to(update.dtype)
     lengths = norm(certified).double() * squared.sqrt()
     alignment = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0)
     return certified, alignment.to(update.dtype)
@@ -144,9 +198,6 @@ def rescale_to_rms(update: Tensor, rms: float, size: Tensor | int) -> Tensor:
         rms: the target, in units of the learning rate.
         size: number of entries behind each row without padding, an int or (b, 1).
     """
-    # The peak is divided out first: squares of a tiny update would underflow in float32.
-    peak = update.abs().amax(dim=-1, keepdim=True)
-    shaped = update / torch.where(peak > 0, peak, 1.0)
+    length = norm(update)
     target = rms * torch.as_tensor(size, dtype=update.dtype, device=update.device).sqrt()
-    length = norm(shaped)
-    return shaped * (target / torch.where(length > 0, length, 1.0))
+    return update * (target / torch.where(length > 0, length, torch.inf))

@@ -21,7 +21,7 @@ from torch import Tensor
 from .polar import QUINTIC, polar_share
 from .roots import Damping, RootBackend
 from .stack import METRIC
-from .transport import axial_closure, certificate, live_frame, rescale_to_rms, transport
+from .transport import carry, certificate, live_frame, next_frame, rescale_to_rms
 
 __all__ = ["Members", "Rule", "Step", "take_step", "update_polar_weight"]
 
@@ -117,23 +117,26 @@ def take_step(
         _refresh(state, metric, shape, backend, refreshed, correction2, rule)
         request = backend.apply(metric, matrices).reshape(gradient.shape)
 
-    stored, momentum = state["frame"], state["momentum"]
+    stored = state["frame"]
     frame = live_frame(request, stored, rule.transport_eps)
-    if rule.transport:
-        momentum = transport(momentum, stored, frame, rule.transport_eps)
-    momentum = torch.lerp(momentum, request, 1.0 - rule.beta1)
-    correction1 = _correction(rule.beta1, members.steps, gradient)[:, None]
-    if rule.closure:
-        update, closing = axial_closure(momentum, request, frame, rule.beta1, correction1)
-    else:
-        update, closing = momentum / correction1, torch.zeros_like(frame.length)
-    state["momentum"].copy_(momentum)
-    state["frame"].copy_(frame.direction)
+    carried = carry(
+        state["momentum"],
+        stored,
+        request,
+        frame,
+        beta1=rule.beta1,
+        correction=_correction(rule.beta1, members.steps, gradient)[:, None],
+        transport_eps=rule.transport_eps,
+        transport=rule.transport,
+        closure=rule.closure,
+    )
+    state["momentum"].copy_(carried.momentum)
+    state["frame"].copy_(next_frame(request, stored, frame))
     state["frame_confidence"].copy_(frame.confidence[:, 0])
     state["frame_coherence"].copy_(frame.coherence[:, 0])
-    relative = closing / frame.length.clamp_min(rule.transport_eps)
-    state["axial_closure"].copy_(relative[:, 0].abs())
+    state["axial_closure"].copy_((carried.closing * frame.inverse).abs()[:, 0])
 
+    update = carried.update
     if backend is not None and members.shaped:
         update = polar_share(
             update.view(-1, *shape),

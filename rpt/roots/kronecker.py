@@ -189,7 +189,8 @@ def resolve_roots(spec: str | RootBackend) -> RootBackend:
         raise ValueError(f"roots={spec!r} is unknown: choose one of {', '.join(by_name)}")
     try:
         call = ast.parse(spec if "(" in spec else f"{spec}()", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
+        assert isinstance(call, ast.Call)
+        assert not call.args
         options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
         return by_name[name](**options)
     except (SyntaxError, AssertionError, TypeError) as error:
