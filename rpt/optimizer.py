@@ -157,7 +157,9 @@ class ResidualPolarTransport(ObservingOptimizer):
                 {k: v for k, v in explicit.items() if k in ("amsgrad", "differentiable")}
             )
             complete_group(param_group, self.defaults)
-            validate_options(param_group, where)
+            # A backend of the user's own is already known by its name when it was a default.
+            known = {"roots": self._backend(param_group["roots"])}
+            validate_options({**param_group, **known}, where)
             param_group["roots"] = self._name_roots(param_group["roots"])
             param_group.setdefault("gain", torch.ones((), dtype=torch.float64))
         super().add_param_group(param_group)
