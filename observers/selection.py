@@ -29,7 +29,7 @@ class Site(NamedTuple):
 
 
 def matrix_parameter(module: nn.Module) -> Tensor | None:
-    """The matrix a layer contracts its input with: `weight`, else its only 2-or-more-axis parameter."""
+    """The matrix a layer contracts its input with: `weight`, else its only one of ≥ 2 axes."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return weight if weight.ndim >= 2 else None
