@@ -125,7 +125,8 @@ def _start(
     item.working, item.index = stack.select(item.members)
     records = [state[p] for p in item.parameters]
     for record, peak in zip(records, item.peaks, strict=True):
-        record["unit"] = next_unit(record["unit"], peak)
+        unit = next_unit(record["unit"], peak)
+        record["unit"] = float(unit > 0) if stack.dtype == torch.float64 else unit
     divisors = [
         divisor(r["unit"], peak) * (-1.0 if group["maximize"] else 1.0)
         for r, peak in zip(records, item.peaks, strict=True)
@@ -183,7 +184,8 @@ def deliver(item: StackWork, state: Mapping[Tensor, dict[str, Any]], ownership: 
     for k, parameter in enumerate(item.parameters):
         record = state[parameter]
         record["step"] += 1
-        if k in refreshed:
+        # Roots of a metric that has seen only zero gradients are none: the next step makes them.
+        if k in refreshed and record["unit"]:
             record["last_root_step"] = record["step"]
             record["root_refreshes"] += 1
     item.gradients, item.working = [], {}

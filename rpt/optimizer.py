@@ -16,7 +16,13 @@ from rpt.observers.staging import ObservationStage
 from .checkpoint import check_loadable, restore_dtypes
 from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
 from .observing import ObservingOptimizer
-from .options import OPTIONS, adamw_keywords, complete_group, validate_options
+from .options import (
+    IMPLEMENTATION_KEYWORDS,
+    OPTIONS,
+    adamw_keywords,
+    complete_group,
+    validate_options,
+)
 from .ownership import Ownership, SingleProcess
 from .presets import preset_options
 from .registry import StackRegistry
@@ -141,6 +147,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         self._attachment = None
         self._ownership: Ownership = SingleProcess()
         self._warned: set[str] = set()
+        self._validated: dict[int, tuple[Any, ...]] = {}
 
     # -- parameter groups ---------------------------------------------------------------------------
 
@@ -153,16 +160,28 @@ class ResidualPolarTransport(ObservingOptimizer):
         if isinstance(param_group, dict):
             where = f"parameter group {len(self.param_groups)}"
             explicit = {k: v for k, v in param_group.items() if k != "params"}
-            adamw_keywords(
-                {k: v for k, v in explicit.items() if k in ("amsgrad", "differentiable")}
-            )
+            adamw_keywords({k: v for k, v in explicit.items() if k in IMPLEMENTATION_KEYWORDS})
             complete_group(param_group, self.defaults)
-            # A backend of the user's own is already known by its name when it was a default.
-            known = {"roots": self._backend(param_group["roots"])}
-            validate_options({**param_group, **known}, where)
+            self._validate(param_group, where)
             param_group["roots"] = self._name_roots(param_group["roots"])
             param_group.setdefault("gain", torch.ones((), dtype=torch.float64))
         super().add_param_group(param_group)
+
+    def _validate(self, group: dict[str, Any], where: str) -> None:
+        roots = group["roots"]
+        if isinstance(roots, str):
+            roots = self._custom_roots.get(roots, roots)
+        validate_options(group | {"roots": roots}, where)
+
+    def _check_edited_groups(self) -> None:
+        """Validate groups whose options were assigned since they were last looked at."""
+        for g, group in enumerate(self.param_groups):
+            # The rate changes at every step of a schedule, and no value of it is dangerous.
+            seen = tuple(group[name] for name in OPTIONS if name != "lr")
+            if self._validated.get(g) != seen:
+                self._validate(group, f"parameter group {g}")
+                group["roots"] = self._name_roots(group["roots"])
+                self._validated[g] = tuple(group[name] for name in OPTIONS if name != "lr")
 
     def _name_roots(self, roots: str | RootBackend) -> str:
         """The backend as text, so that groups and checkpoints hold plain values only."""
@@ -180,9 +199,7 @@ class ResidualPolarTransport(ObservingOptimizer):
             name = f"{text}#{count}"
         return name
 
-    def _backend(self, name: str | RootBackend) -> RootBackend:
-        if not isinstance(name, str):
-            return name
+    def _backend(self, name: str) -> RootBackend:
         if name in self._custom_roots:
             return self._custom_roots[name]
         try:
@@ -223,6 +240,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_edited_groups()
         live, peaks = self._finite(self._live_gradients())
         self._registry.ensure(
             [(g, p) for g, p, _ in live], self.param_groups, self.state, self._backend
@@ -243,6 +261,7 @@ class ResidualPolarTransport(ObservingOptimizer):
                     done.append(item)
             except Exception as error:
                 raise self._interrupted(error, batch, done) from error
+        self._warn_of_failed_roots(done)
         for group in self.param_groups:
             if group["gain_rate"]:
                 steps = [item.step for item in work if item.group is group and item.step]
@@ -291,7 +310,9 @@ class ResidualPolarTransport(ObservingOptimizer):
             return live, []
         norms = torch._foreach_norm([g for _, _, g in live], float("inf"))
         # One host synchronisation: which parameters take part is the host's decision.
-        peaks = torch.stack([p.float().to(norms[0].device) for p in norms]).tolist()
+        wide = any(norm.dtype == torch.float64 for norm in norms)
+        dtype = torch.float64 if wide else torch.float32
+        peaks = torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).tolist()
         finite = [math.isfinite(peak) for peak in peaks]
         if all(finite):
             return live, peaks
@@ -316,6 +337,26 @@ class ResidualPolarTransport(ObservingOptimizer):
             [peak for peak in peaks if math.isfinite(peak)],
         )
 
+    def _warn_of_failed_roots(self, done: list[StackWork]) -> None:
+        tried = [item for item in done if item.step is not None and item.step.failed is not None]
+        if "roots" in self._warned or not tried:
+            return
+        # Decompositions wait for the device anyway: whether one failed is known on the host by now.
+        failed = [
+            item.parameters[k]
+            for item in tried
+            if item.step is not None and item.step.failed is not None
+            for k, bad in zip(item.step.refreshed, item.step.failed.tolist(), strict=True)
+            if bad
+        ]
+        if failed:
+            names = {id(p): self.parameter_name(g, i) for g, i, p in self._enumerate()}
+            self._warn_once(
+                "roots",
+                f"no root could be computed for {names[id(failed[0])]}, also in float64: it keeps "
+                "its previous root; telemetry() counts such failures from here on",
+            )
+
     def _interrupted(
         self, error: Exception, batch: list[StackWork], done: list[StackWork]
     ) -> Exception:
@@ -330,7 +371,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         return RuntimeError(
             f"step() failed in the stack of {listed(broken)}: {type(error).__name__}: {error}. "
             f"Already updated: {listed(done)}. Of the failed stack no weight was changed, but its "
-            "metric may hold this gradient; every other parameter and its state are as before"
+            "moments may already hold this gradient; every other parameter and its state are as before"
         )
 
     def _enumerate(self) -> Iterator[tuple[int, int, Tensor]]:

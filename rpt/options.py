@@ -14,10 +14,17 @@ from .presets import preset_options
 from .roots import RootBackend, resolve_roots
 from .update import Rule
 
-__all__ = ["OPTIONS", "adamw_keywords", "complete_group", "group_rule", "validate_options"]
+__all__ = [
+    "IMPLEMENTATION_KEYWORDS",
+    "OPTIONS",
+    "adamw_keywords",
+    "complete_group",
+    "group_rule",
+    "validate_options",
+]
 
 # AdamW's keywords that choose an implementation, not a rule.
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "amsgrad")
+IMPLEMENTATION_KEYWORDS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")
 
 OPTIONS = tuple(preset_options("paper"))
 
@@ -30,7 +37,7 @@ def adamw_keywords(keywords: Mapping[str, Any]) -> None:
         ValueError: a keyword that asks for what RPT cannot do, with the remedy.
     """
     for name, value in keywords.items():
-        if name not in _IMPLEMENTATION:
+        if name not in IMPLEMENTATION_KEYWORDS:
             raise TypeError(
                 f"ResidualPolarTransport has no option {name!r}; it takes {', '.join(OPTIONS)}"
             )
@@ -55,7 +62,8 @@ def complete_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     if "preset" in group:
         base = preset_options(group["preset"])
     else:
-        base = dict(defaults)
+        # Not everything there is an option of ours: torch adds entries of its own after a load.
+        base = {name: defaults[name] for name in OPTIONS}
     for name, value in base.items():
         group.setdefault(name, value)
     if isinstance(group["betas"], list):

@@ -72,10 +72,11 @@ def apply_updates(
     if not low:
         _decay_and_add(list(parameters), list(updates), decay, rate)
         return
+    # Allocated before anything is written: running out of memory then changes no weight.
+    wide = [parameters[i].to(updates[i].dtype) for i in low]
     if len(low) < len(parameters):
         same = [i for i in range(len(parameters)) if i not in set(low)]
         _decay_and_add([parameters[i] for i in same], [updates[i] for i in same], decay, rate)
-    wide = [parameters[i].to(updates[i].dtype) for i in low]
     _decay_and_add(wide, [updates[i] for i in low], decay, rate)
     for i, value in zip(low, wide, strict=True):
         parameters[i].copy_(value)

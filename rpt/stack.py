@@ -122,8 +122,9 @@ class Stack:
     def host_state(self) -> dict[str, float]:
         """What a parameter's state holds beside its views: counters and the gradient's unit."""
         counters: dict[str, float] = {"step": 0, "observations": 0, "skipped": 0}
-        # float32 works in units of a power of two near the first gradient's largest entry.
-        counters["unit"] = 1.0 if self.dtype == torch.float64 else 0.0
+        # 0 until the first non-zero gradient. float32 then works in units of a power of two near its
+        # largest entry, float64 in ones.
+        counters["unit"] = 0.0
         return counters | ({"last_root_step": 0, "root_refreshes": 0} if self.is_matrix else {})
 
     def adopt(self, index: int, record: dict[str, Any]) -> None:

@@ -195,11 +195,15 @@ def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
 def rescale_to_rms(update: Tensor, rms: float, size: Tensor | int) -> Tensor:
     """Give every row the root mean square `rms` over its `size` true entries; a zero row stays zero.
 
+    A row of one entry keeps its length: there is nothing to spread, and a fixed length would leave
+    its sign alone. A scalar's first step is then the learning rate, as AdamW's.
+
     Args:
         update: u, (b, n).
         rms: the target, in units of the learning rate.
         size: number of entries behind each row without padding, an int or (b, 1).
     """
     length = norm(update)
-    target = rms * torch.as_tensor(size, dtype=update.dtype, device=update.device).sqrt()
+    size = torch.as_tensor(size, dtype=update.dtype, device=update.device)
+    target = torch.where(size > 1, rms * size.sqrt(), length)
     return update * (target / torch.where(length > 0, length, torch.inf))

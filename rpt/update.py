@@ -73,13 +73,15 @@ class Step:
         update: u, (k, rows·cols), to be multiplied by the learning rate.
         coherence: q, (k,).
         compared: where q compares two frames, bool (k,).
-        refreshed: indices whose roots were recomputed.
+        refreshed: indices whose roots were due.
+        failed: which of those kept their previous root, bool; None where none was due.
     """
 
     update: Tensor
     coherence: Tensor
     compared: Tensor
     refreshed: list[int]
+    failed: Tensor | None
 
 
 def take_step(
@@ -107,6 +109,7 @@ def take_step(
     """
     correction2 = _correction(rule.beta2, members.steps, gradient)
     refreshed: list[int] = []
+    failed: Tensor | None = None
     if backend is None:
         request = vector_request(
             state["second_moment"], gradient, sizes, correction2, members, rule
@@ -120,7 +123,7 @@ def take_step(
             drift = yield backend.drift(metric, shape, correction2)
             due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
         refreshed = [i for i, is_due in enumerate(due) if is_due]
-        _refresh(state, metric, shape, backend, refreshed, correction2, members, rule)
+        failed = _refresh(state, metric, shape, backend, refreshed, correction2, members, rule)
         request = backend.apply(metric, matrices).reshape(gradient.shape)
 
     stored = state["frame"]
@@ -152,7 +155,7 @@ def take_step(
     state[MEASURED].copy_(torch.cat(measured, dim=1))
     if rule.update_rms is not None:
         update = rescale_to_rms(update, rule.update_rms, sizes)
-    return Step(update, frame.coherence[:, 0], frame.compared[:, 0], refreshed)
+    return Step(update, frame.coherence[:, 0], frame.compared[:, 0], refreshed, failed)
 
 
 def next_unit(unit: float, peak: float) -> float:
@@ -235,16 +238,17 @@ def _refresh(
     correction: Tensor,
     members: Members,
     rule: Rule,
-) -> None:
+) -> Tensor | None:
+    """Recompute the roots that are due; which of them failed, in the order of `due`."""
     if not due:
-        return
+        return None
     absolute = _absolute(rule.eps, members.units, correction).square_()
     if len(due) == len(correction):
         refresh = backend.refresh(metric, shape, correction, Damping(rule.matrix_ridge, absolute))
         condition, failures = state["root_condition"], state["root_failures"]
         condition.copy_(torch.where(refresh.failed, condition, refresh.condition))
         failures += refresh.failed
-        return
+        return refresh.failed
     index = torch.tensor(due, device=correction.device)
     part = {key: value[index] for key, value in metric.items()}
     refresh = backend.refresh(
@@ -255,6 +259,7 @@ def _refresh(
     old = state["root_condition"][index]
     state["root_condition"][index] = torch.where(refresh.failed, old, refresh.condition)
     state["root_failures"][index] += refresh.failed.to(torch.int64)
+    return refresh.failed
 
 
 def _absolute(eps: float, units: list[float], like: Tensor) -> Tensor:

@@ -62,8 +62,11 @@ def _one_by_one(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def eigenvalue_floor(mean: Tensor, ridge: float, absolute: Tensor | float) -> Tensor:
-    """floor = ridge · mean(max(Λ, 0)) + ε²; a zero matrix with ε = 0 gets 1, so its root is I."""
-    floor = ridge * mean + absolute
+    """floor = ridge · mean(max(Λ, 0)) + ε²; a zero matrix with ε = 0 gets 1, so its root is I.
+
+    A ridge below the dtype's precision counts as that: rounding leaves eigenvalues of that size.
+    """
+    floor = max(ridge, torch.finfo(mean.dtype).eps) * mean + absolute
     return torch.where(floor > 0, floor, 1.0)
 
 

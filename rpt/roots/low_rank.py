@@ -118,6 +118,10 @@ def _nystrom(basis: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         halves = y @ (vectors * values.clamp_min(shift[:, None]).rsqrt().unsqueeze(-2))
         u, s, _ = torch.linalg.svd(halves, full_matrices=False)
     except torch.linalg.LinAlgError:
+        if len(basis) > 1:  # one that fails is marked, the others are not lost
+            singles = [_nystrom(basis[i : i + 1], sketch[i : i + 1]) for i in range(len(basis))]
+            vectors, values, failed = (torch.cat(part) for part in zip(*singles, strict=True))
+            return vectors, values, failed
         return basis, torch.zeros_like(basis[:, 0]), torch.ones_like(finite)
     usable = finite & u.isfinite().all(-1).all(-1) & (trace > 0)
     eigenvalues = (s.square() - shift[:, None]).clamp_min(0)

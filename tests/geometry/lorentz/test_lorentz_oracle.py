@@ -8,9 +8,8 @@ import math
 
 import mpmath
 import pytest
-import torch
-
 import rpt.geometry.lorentz as lorentz
+import torch
 
 RADII = [0.0, 1e-6, 0.01, 0.5, 2.0, 8.0, 15.0, 25.0, 40.0]
 EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
