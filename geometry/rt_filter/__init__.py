@@ -1,1 +1,2 @@
-"""To be filled."""
+"""Radial–tangential filter."""
+from .attention import PolarAttention

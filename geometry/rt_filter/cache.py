@@ -20,6 +20,7 @@ class FilterCache:
         length: committed tokens.
         times: absolute times of the committed tokens, float64, (1 or batch, length), or None.
         padding: (batch, length) boolean, True where a token is padding, or None.
+        regular: whether tokens came without times, and stand at 0, 1, 2, ….
     """
 
     def __init__(self, num_layers: int = 1) -> None:
@@ -30,7 +31,7 @@ class FilterCache:
         self.padding: Tensor | None = None
         self._layers: list[tuple[Tensor, ...] | None] = [None] * num_layers
         self._staged: dict[int, tuple[Tensor, ...]] = {}
-        self._next: tuple[Tensor, Tensor | None] | None = None
+        self._next: tuple[Tensor, Tensor | None, bool] | None = None
         self.regular = True
 
     @property
@@ -69,6 +70,10 @@ class FilterCache:
         new = padding if padding is not None else known.new_zeros(batch, tokens)
         return torch.cat((old, new), dim=1)
 
+    def committed(self, layer: int) -> tuple[Tensor, ...] | None:
+        """The committed tensors of a layer, or None while it is empty."""
+        return self._layers[layer]
+
     def stage(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Committed tensors of a layer joined with new ones along dimension 2, not yet committed."""
         old = self._layers[layer]
@@ -83,8 +88,7 @@ class FilterCache:
 
     def stage_tokens(self, times: Tensor, padding: Tensor | None, regular: bool) -> None:
         """Remember the joined times and padding until `commit`."""
-        self._next = (times, padding)
-        self._next_regular = regular
+        self._next = (times, padding, regular)
 
     def commit(self) -> None:
         """Make the staged tokens of all layers part of the cache: once per forward pass.
@@ -97,8 +101,7 @@ class FilterCache:
                 f"commit() needs one forward pass through all {len(self._layers)} layers;"
                 f" {len(self._staged)} staged tokens"
             )
-        self.times, self.padding = self._next
-        self.regular = self._next_regular
+        self.times, self.padding, self.regular = self._next
         self.length = self.times.shape[1]
         for layer, tensors in self._staged.items():
             self._layers[layer] = tensors

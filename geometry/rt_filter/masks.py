@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Visibility", "check_attention_mask", "check_padding_mask", "damaged_rows"]
+__all__ = ["Visibility", "check_attention_mask", "check_padding_mask", "rows_that_see"]
 
 
 class Visibility(NamedTuple):
@@ -19,6 +19,7 @@ class Visibility(NamedTuple):
 
     query_times, key_times: (1 or batch, tokens), relative to one origin; a key is visible where it
         is not later than the query (equal times see one another).
+    index_ordered: whether times are 0, 1, 2, … for both, so that order of time is order of index.
     padding: (batch, keys), True where the key is padding; or None.
     mask: boolean (True: may attend) or additive floating, (1 or batch, 1 or heads, queries, keys),
         as in `F.scaled_dot_product_attention`; or None.
@@ -27,6 +28,7 @@ class Visibility(NamedTuple):
     query_times: Tensor
     key_times: Tensor
     causal: bool
+    index_ordered: bool
     padding: Tensor | None = None
     mask: Tensor | None = None
 
@@ -90,24 +92,24 @@ def check_attention_mask(mask: Tensor, batch: int, heads: int, queries: int, key
     return full
 
 
-def damaged_rows(damaged: Tensor, view: Visibility) -> Tensor:
-    """Queries that see a key which is not finite: boolean (batch, 1 or heads, queries).
+def rows_that_see(keys: Tensor, view: Visibility) -> Tensor:
+    """Queries that see at least one of the marked keys: boolean (batch, 1 or heads, queries).
 
-    Damaged keys enter the sums as zeros, so that they cannot reach queries that do not see them;
-    the queries that do are set to NaN by this mask, as plain arithmetic would have done.
+    Two uses. Keys that are not finite enter the sums as zeros, so that they cannot reach queries
+    that do not see them; the queries that do are set to NaN by this mask, as plain arithmetic would
+    have done. And with every key marked: the rows that are not fully masked.
 
     Args:
-        damaged: (batch, keys).
+        keys: boolean (batch, keys).
     """
-    if view.padding is not None:
-        damaged = damaged & ~view.padding
+    marked = keys if view.padding is None else keys & ~view.padding
     if view.mask is not None:
         allowed = view.mask if view.mask.dtype == torch.bool else view.mask > float("-inf")
         if view.causal:
             allowed = allowed & (view.lag() >= 0)
-        return (allowed & damaged[:, None, None, :]).any(-1)
+        return (allowed & marked[:, None, None, :]).any(-1)
     if not view.causal:
-        return damaged.any(-1)[:, None, None].expand(-1, 1, view.query_times.shape[1])
-    times = view.key_times.expand_as(damaged)
-    earliest = times.masked_fill(~damaged, float("inf")).amin(-1, keepdim=True)
+        return marked.any(-1)[:, None, None].expand(-1, 1, view.query_times.shape[1])
+    times = view.key_times.expand_as(marked)
+    earliest = times.masked_fill(~marked, float("inf")).amin(-1, keepdim=True)
     return (view.query_times >= earliest).unsqueeze(1)

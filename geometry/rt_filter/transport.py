@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "apply_rotation",
     "check_times",
     "decay_factor",
     "process_variance",
@@ -27,6 +28,7 @@ __all__ = [
     "rotary_frequencies",
     "rotation_angles",
     "rotate",
+    "rotation",
     "transport_state",
 ]
 
@@ -133,14 +135,23 @@ def rotate(x: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
             f" {tuple(x.shape)}: need (…, tokens, features/2)"
         )
     work = torch.promote_types(x.dtype, torch.float32)
-    cosine, sine = torch.cos(angles).to(work), torch.sin(angles).to(work)
+    return apply_rotation(x.to(work), *rotation(angles, work), inverse=inverse).to(x.dtype)
+
+
+def rotation(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of angles, taken in the angles' precision and rounded to `dtype`."""
+    return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
+
+
+def apply_rotation(x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate interleaved pairs (…, tokens, 2d) by cosine and sine (…, tokens, d) of x's dtype."""
     if inverse:
         sine = -sine
-    real, imaginary = x.to(work).unflatten(-1, (-1, 2)).unbind(-1)
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack(
         (real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1
     )
-    return turned.flatten(-2).to(x.dtype)
+    return turned.flatten(-2)
 
 
 def decay_factor(lag: Tensor, decay: Tensor) -> Tensor:
