@@ -31,7 +31,7 @@ __all__ = [
 class PolarSettings(NamedTuple):
     """What is switched on. Hashable, so that compiled graphs specialise on it.
 
-    weights: "student_t" or "exponential" influence weights.
+    weights: "student_t" or "exponential" influence weights, or "none" (Gaussian likelihood).
     magnitude_precision: whether κ grows with the transported magnitude.
     decay: whether magnitudes and variances decay with the lag.
     radial: "own" attention weights A_R, "shared" (A_T reused), or "off".
@@ -111,6 +111,8 @@ def directional_logits(
     scale = scalars.sphere_scale * (1.0 if settings.exact else 2.0) / scalars.nu_tangential
     distance = scale * kappa_tilde * gap
     log_kappa = torch.log(kappa_tilde) + tables.log_ratio
+    if settings.weights == "none":
+        return log_kappa + torch.zeros_like(gap)
     if settings.weights == "exponential":
         return log_kappa - distance
     return log_kappa - (scalars.nu_tangential + 1.0) * torch.log1p(distance)
@@ -131,6 +133,8 @@ def radial_logits(
     """
     off = projected - query_magnitude
     distance = tables.rho_tilde * off * off / scalars.nu_radial
+    if settings.weights == "none":
+        return tables.log_rho + torch.zeros_like(distance)
     if settings.weights == "exponential":
         return tables.log_rho - distance
     exponent = scalars.nu_radial + 1.0 if settings.radial_exponent == "likelihood" else 1.0
