@@ -351,8 +351,9 @@ class PolarAttention(FilterAttention):
         key_turn = turn if own is None else rotation(key_angles, key.dtype)
         if self.normalize:
             query, key = unit(query)[1], unit(key)[1]
-        query = apply_rotation(query, *turn, inverse=True)
-        key = apply_rotation(key, *key_turn, inverse=True)
+        # Without a dynamical model left to follow, the standard limit turns as rotary positions do.
+        query = apply_rotation(query, *turn, inverse=not self.is_standard)
+        key = apply_rotation(key, *key_turn, inverse=not self.is_standard)
         magnitude, value = self._state(value, key_turn)
         if own is None:
             own_magnitude, own = magnitude, value

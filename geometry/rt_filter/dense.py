@@ -115,6 +115,12 @@ def polar_estimate(
             radial = attention
         else:
             radial_scores = radial_logits(projected, own, tables, per_head, settings)
+            if settings.radial == "joint":
+                precision_only = settings._replace(weights="none")
+                influence = plain - directional_logits(
+                    gap, magnitude, tables, per_head, precision_only
+                )
+                radial_scores = radial_scores + influence
             if additive is not None:
                 radial_scores = radial_scores + additive
             radial = masked_softmax(radial_scores, allowed)

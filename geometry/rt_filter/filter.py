@@ -101,7 +101,7 @@ def rt_filter(
     nu_tangential: float = 4.0,
     nu_radial: float = 4.0,
     directional: Literal["chordal", "exact"] = "chordal",
-    radial: Literal["own", "shared", "off"] = "own",
+    radial: Literal["own", "joint", "shared", "off"] = "own",
     update: Literal["geodesic", "ambient"] = "geodesic",
     directional_step: float = 1.0,
     radial_step: float = 1.0,
@@ -113,7 +113,10 @@ def rt_filter(
     causal: bool = True,
     valid: Tensor | None = None,
 ) -> RTFilterResult:
-    """Filter (or with causal=False smooth) noisy observations of dx/dt = (−μ + iω) x.
+    """Filter noisy observations of dx/dt = (−μ + iω) x; with causal=False, smooth them.
+
+    Magnitudes decay with |t_i − t_j| (Algorithm 1), so smoothing is meant for μ = 0: a later
+    observation would have to grow on its way back.
 
     Args:
         observations: lifted complex vectors (…, tokens, 2d), float32 or float64.
@@ -129,7 +132,10 @@ def rt_filter(
         weights: influence weights, "none" for the Gaussian likelihood. Squared distances enter as
             d²/(ν d), the directional one in raw magnitudes (appendix C.2.1).
         directional: "chordal" (Corollary 5), or "exact": complex correlations (G.1).
-        radial: "own" weights, "shared" with the directional estimate, or "off".
+        radial: "own" weights from radial residuals (the paper's), "shared" with the directional
+            estimate (the paper's cheaper variant), "off", or "joint": own weights times the
+            directional influence weights, so that an observation in the wrong direction loses its
+            say on the magnitude, too (our addition; best where outliers occur).
         update: "geodesic": u⁺ = Exp_u(α‖ū‖ Log_u(ū/‖ū‖)), m⁺ = m + β(m̄ − m); "ambient": the
             first-order x⁺ = x + α m P_T(u)ū + β(m̄ − m)u.
         resultant_scaling: keep the factor ‖ū‖ of the geodesic step (C.2); False: SLERP (C.2.2).

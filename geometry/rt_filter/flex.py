@@ -97,17 +97,8 @@ def flex_estimate(
     mean = own
     if settings.radial == "own":
         weighted = magnitude.unsqueeze(-1) * inputs.key
-        _, plain = run(
-            inputs.query, inputs.key, weighted, score_mod=radial(False), scale=1.0, return_lse=True
-        )
-        pulled, decayed = run(
-            inputs.query,
-            inputs.key,
-            weighted,
-            score_mod=radial(settings.decay),
-            scale=1.0,
-            return_lse=True,
-        )
+        _, plain = _with_normaliser(run, inputs, weighted, radial(False))
+        pulled, decayed = _with_normaliser(run, inputs, weighted, radial(settings.decay))
         mean = (inputs.query * pulled).sum(-1) * torch.exp(decayed - plain)
     if view.padding is not None or view.mask is not None:
         shape = (inputs.key.shape[0], inputs.key.shape[2])
@@ -115,3 +106,25 @@ def flex_estimate(
         direction = direction.masked_fill(~visible[..., None], 0.0)
         mean = torch.where(visible, mean, own)
     return PolarEstimate(direction, mean)
+
+
+def _with_normaliser(
+    run: Any, inputs: PolarInputs, values: Tensor, score: Score
+) -> tuple[Tensor, Tensor]:
+    """Attention output and log normaliser, under either of PyTorch's two ways to ask for it."""
+    from torch.nn.attention import flex_attention as module
+
+    request = getattr(module, "AuxRequest", None)
+    if request is None:
+        return run(
+            inputs.query, inputs.key, values, score_mod=score, scale=1.0, return_lse=True
+        )
+    out, auxiliary = run(
+        inputs.query,
+        inputs.key,
+        values,
+        score_mod=score,
+        scale=1.0,
+        return_aux=request(lse=True),
+    )
+    return out, auxiliary.lse

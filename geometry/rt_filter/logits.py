@@ -34,7 +34,8 @@ class PolarSettings(NamedTuple):
     weights: "student_t" or "exponential" influence weights, or "none" (Gaussian likelihood).
     magnitude_precision: whether κ grows with the transported magnitude.
     decay: whether magnitudes and variances decay with the lag.
-    radial: "own" attention weights A_R, "shared" (A_T reused), or "off".
+    radial: "own" attention weights A_R, "shared" (A_T reused), "joint" (A_R times the directional
+        influence weights; dense path only), or "off".
     radial_exponent: "likelihood" for ν_r + 1, "influence" for 1 (Algorithm 1 as printed).
     exact: the exact directional estimate of G.1 instead of the chordal one.
     """

@@ -71,9 +71,15 @@ def radial_tangential_covariance(
     x: Tensor, radial_variance: Tensor | float, tangential_variance: Tensor | float
 ) -> Tensor:
     """Σ = σ_r² P_R(x) + σ_t² P_T(x) (Eq. 2), shape (…, n, n); variances scalar or of shape (…)."""
-    radial = torch.as_tensor(radial_variance, device=x.device)[..., None, None]
-    tangential = torch.as_tensor(tangential_variance, device=x.device)[..., None, None]
+    radial, tangential = (
+        _real(variance, x)[..., None, None] for variance in (radial_variance, tangential_variance)
+    )
     return radial * radial_projector(x) + tangential * tangential_projector(x)
+
+
+def _real(value: Tensor | float, like: Tensor) -> Tensor:
+    dtype = like.real.dtype if like.is_complex() else like.dtype
+    return torch.as_tensor(value, dtype=dtype, device=like.device)
 
 
 def radial_tangential_precision(
@@ -81,9 +87,7 @@ def radial_tangential_precision(
 ) -> Tensor:
     """The inverse of `radial_tangential_covariance`: P_R(x)/σ_r² + P_T(x)/σ_t² (Proposition 3)."""
     return radial_tangential_covariance(
-        x,
-        1.0 / torch.as_tensor(radial_variance, device=x.device),
-        1.0 / torch.as_tensor(tangential_variance, device=x.device),
+        x, 1.0 / _real(radial_variance, x), 1.0 / _real(tangential_variance, x)
     )
 
 
