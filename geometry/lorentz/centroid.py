@@ -8,7 +8,15 @@ from torch import Tensor
 from .chord import pair_chord
 from .convert import asinh_of_norm, unit_space
 from .distance import half_squared_chord
-from .point import Point, PointLike, check_curvature, promote, radius_limit, without_autocast
+from .point import (
+    Point,
+    PointLike,
+    check_curvature,
+    is_origin,
+    promote,
+    radius_limit,
+    without_autocast,
+)
 from .scalar import norm_and_direction
 
 __all__ = ["centroid", "centroids", "point_from_sums"]
@@ -33,11 +41,12 @@ def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
     return Point(torch.where(large, log_form, small_form), direction)
 
 
-def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """sinh a, e^−a, u and sinh(a) u of points, radii limited so that sinh a is finite."""
+def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """sinh a, e^−a, u, sinh(a) u, and u at origins (0 elsewhere); radii limited."""
     ((a, u),) = promote(points)
-    a = a.clamp(max=2.0 * radius_limit(a.dtype))
-    return torch.sinh(a), torch.exp(-a), u, unit_space(a, u)
+    a = a.clamp(max=radius_limit(a.dtype))
+    at_origin = torch.where(is_origin(a, u).unsqueeze(-1), u, 0.0)
+    return torch.sinh(a), torch.exp(-a), u, unit_space(a, u), at_origin
 
 
 def _check_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,7 +59,8 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
     """Weighted Lorentz centroid √k Σwx / ‖Σwx‖ (Law et al. 2019) over the last axis of `a`.
 
     Args:
-        points: a of shape (…, N), u of shape (…, N, n).
+        points: a of shape (…, N), u of shape (…, N, n); radii are limited to `radius_limit`, beyond
+            which the derivative by a weight leaves the range of the dtype.
         weights: (…, N), non-negative, of any sum; None means equal. The values are not checked.
         k: has no influence on the result in polar form; accepted so that every operation can be
             called alike.
@@ -59,7 +69,7 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
         Points of shapes (…) and (…, n). All-zero weights, and N = 0, give the origin with finite
         gradients.
     """
-    sinh_a, falling, u, space = _terms(points)
+    sinh_a, falling, u, space, at_origin = _terms(points)
     check_curvature(k, u)
     if sinh_a.dim() == 0:
         raise ValueError("centroid needs a set of points: a of shape (…, N), u of (…, N, n)")
@@ -73,7 +83,10 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
         )
     space_sum = (weights.unsqueeze(-1) * space).sum(-2)
     direction = norm_and_direction(space_sum)[1].unsqueeze(-2)
-    deficit = (weights * (falling + sinh_a * half_squared_chord(u, direction))).sum(-1)
+    # Zero in value: the derivative of T − ‖V‖ by the space coordinates of a point at the origin.
+    from_origin = (at_origin * direction).sum(-1)
+    terms = falling + sinh_a * half_squared_chord(u, direction) - from_origin
+    deficit = (weights * terms).sum(-1)
     return point_from_sums(space_sum, deficit)
 
 
@@ -81,13 +94,13 @@ def centroids(points: PointLike, weights: Tensor) -> Point:
     """Centroids of one set of points under every row of a weight matrix.
 
     Args:
-        points: a of shape (…, M), u of shape (…, M, n).
+        points: a of shape (…, M), u of shape (…, M, n); radii are limited to `radius_limit`.
         weights: (…, N, M), non-negative.
 
     Returns:
         Points of shapes (…, N) and (…, N, n). Needs memory for a few (N, M) tensors, no (N, M, n).
     """
-    sinh_a, falling, u, space = _terms(points)
+    sinh_a, falling, u, space, at_origin = _terms(points)
     weights = _check_weights(weights, u.dtype)
     if weights.dim() < 2 or weights.shape[-1] != sinh_a.shape[-1]:
         raise ValueError(
@@ -98,5 +111,7 @@ def centroids(points: PointLike, weights: Tensor) -> Point:
         direction = norm_and_direction(space_sum)[1]
         chord = pair_chord(direction, u)
         terms = falling.unsqueeze(-2) + sinh_a.unsqueeze(-2) * chord
-        deficit = (weights * terms).sum(-1)
+        # Zero in value: the derivative by the space coordinates of a point at the origin.
+        from_origin = ((weights @ at_origin) * direction).sum(-1)
+        deficit = (weights * terms).sum(-1) - from_origin
     return point_from_sums(space_sum, deficit)

@@ -67,3 +67,47 @@ def pair_chord(p: Tensor, q: Tensor) -> Tensor:
         batch = torch.broadcast_shapes(p.shape[:-2], q.shape[:-2])
         p, q = p.expand(*batch, *p.shape[-2:]), q.expand(*batch, *q.shape[-2:])
     return _PairChord.apply(p, q)
+
+
+class _PairAngular(torch.autograd.Function):
+    """α_i β_j ½‖p_i − q_j‖² with gradients at the origin: where α_i = 0 (and p_i = 0), p_i stands
+    for the space coordinates α_i p_i."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(alpha: Tensor, p: Tensor, beta: Tensor, q: Tensor) -> Tensor:
+        chord = half_squared_differences(p, q)
+        return chord.mul_(alpha.unsqueeze(-1)).mul_(beta.unsqueeze(-2))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        alpha, p, beta, q = ctx.saved_tensors
+        rows, columns = alpha.unsqueeze(-1), beta.unsqueeze(-2)
+        by_product = gradient * pair_chord(p, q)
+        by_alpha = (by_product * columns).sum(-1)
+        by_beta = (by_product * rows).sum(-2)
+        by_p, _ = chord_gradients(gradient * columns, p, q)
+        _, by_q = chord_gradients(gradient * rows, p, q)
+        by_p = by_p * torch.where(rows == 0, 1.0, rows)
+        by_q = by_q * torch.where(beta == 0, 1.0, beta).unsqueeze(-1)
+        return by_alpha, by_p, by_beta, by_q
+
+
+def pair_angular(alpha: Tensor, p: Tensor, beta: Tensor, q: Tensor) -> Tensor:
+    """α_i β_j ½‖p_i − q_j‖² of all pairs: the angular term of Eq. 5. Twice differentiable.
+
+    Args:
+        alpha, p: (…, N) and (…, N, n), float32 or float64.
+        beta, q: (…, M) and (…, M, n); leading dimensions broadcast.
+
+    Returns:
+        (…, N, M), without an (N, M, n) tensor.
+    """
+    batch = torch.broadcast_shapes(p.shape[:-2], q.shape[:-2])
+    p, q = p.expand(*batch, *p.shape[-2:]), q.expand(*batch, *q.shape[-2:])
+    return _PairAngular.apply(alpha.expand(p.shape[:-1]), p, beta.expand(q.shape[:-1]), q)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .chord import pair_chord
+from .chord import pair_angular
 from .point import PointLike, check_curvature, is_origin, promote, radius_limit, square_root
 from .scalar import arcosh1p, log_sinh, squared_arcosh1p
 
@@ -101,16 +101,14 @@ def pairwise_cosh_distance_minus_one(x: PointLike, y: PointLike) -> Tensor:
         raise ValueError("pairwise distances need sets of points: a of shape (…, N), u (…, N, n)")
     limit = radius_limit(a.dtype)
     a, b = a.clamp(max=limit), b.clamp(max=limit)
-    sinh_a = torch.sinh(a).unsqueeze(-1)
-    sinh_b = torch.sinh(b).unsqueeze(-2)
     half = torch.sinh(0.5 * (a.unsqueeze(-1) - b.unsqueeze(-2)))
-    return 2.0 * half * half + sinh_a * sinh_b * pair_chord(u, v)
+    return 2.0 * half * half + pair_angular(torch.sinh(a), u, torch.sinh(b), v)
 
 
 def pairwise_squared_distance(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
     """Squared distances of all pairs: (…, N) and (…, M) points give (…, N, M).
 
-    Radii are limited to `radius_limit`. A point at the origin gets no gradient for its direction.
+    Radii are limited to `radius_limit`.
     """
     c = pairwise_cosh_distance_minus_one(x, y)
     return check_curvature(k, c) * squared_arcosh1p(c)

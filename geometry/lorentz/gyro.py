@@ -44,15 +44,16 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     x_origin, y_origin = is_origin(a, u), is_origin(b, v)
     limit = radius_limit(a.dtype)
     a, b = a.clamp(max=limit), b.clamp(max=limit)
+    # Zero in value: derivatives by the space coordinates of an x or y at the origin.
+    u_origin = torch.where(x_origin.unsqueeze(-1), u, 0.0)
+    v_origin = torch.where(y_origin.unsqueeze(-1), v, 0.0)
+    u = torch.where(x_origin.unsqueeze(-1), 0.0, u)
     cosine = (u * v).sum(-1)
     sinh_b, cosh_a, cosh_b = torch.sinh(b), torch.cosh(a), torch.cosh(b)
     opposed = torch.sinh(a - b) + cosh_a * sinh_b * half_squared_chord(u, -v)
     aligned = torch.sinh(a) * cosh_b + cosh_a * sinh_b * cosine
     along = torch.where(cosine < 0, opposed, aligned)
+    along = along + (cosh_a - 1.0) * (v_origin * u).sum(-1)
     space = along.unsqueeze(-1) * u + sinh_b.unsqueeze(-1) * perpendicular_part(u, v)
-    # Zero in value: derivatives by the space coordinates of an x or y at the origin.
-    u_origin = torch.where(x_origin.unsqueeze(-1), u, 0.0)
-    v_origin = torch.where(y_origin.unsqueeze(-1), v, 0.0)
-    stretched = ((cosh_a - 1.0) * (v_origin * u).sum(-1)).unsqueeze(-1) * u
-    space = space + cosh_b.unsqueeze(-1) * u_origin + v_origin + stretched
+    space = space + cosh_b.unsqueeze(-1) * u_origin + v_origin
     return from_unit_space(space)

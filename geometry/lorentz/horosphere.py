@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chord import pair_chord
+from .chord import pair_angular
 from .convert import asinh_of_norm, unit_space
 from .distance import half_squared_chord
 from .point import (
     Point,
     PointLike,
     check_curvature,
-    column,
     is_origin,
     promote,
     radius_limit,
@@ -58,11 +57,11 @@ def to_half_space(x: PointLike, *, axis: int = 0) -> HalfSpace:
     """Half-space coordinates of points toward the ideal point of space axis `axis`.
 
     ν = √k (e^−a + sinh a (1 − u_axis)) is a sum of non-negative terms, and 1 − u_axis comes from
-    the other components where it is small. w carries no unit.
+    the other components where it is small. w carries no unit. Radii are limited to `radius_limit`.
     """
     ((a, u),) = promote(x)
     axis = _check_axis(axis, u.shape[-1])
-    a = a.clamp(max=2.0 * radius_limit(a.dtype))
+    a = a.clamp(max=radius_limit(a.dtype))
     main, others = u[..., axis], _others(u, axis)
     ahead = main > 0
     from_others = (others * others).sum(-1) / torch.where(ahead, 1.0 + main, 1.0)
@@ -107,7 +106,7 @@ def horospherical_shift(
     Args:
         x: points of shapes (…), (…, n), n ≥ 2.
         t: a number or a tensor that broadcasts to (…); shifts along one axis add up.
-        k: has no influence on the result in polar form.
+        k: has no influence on the result in polar form; radii are limited to `radius_limit`.
         axis: space axis of the fixed ideal point (the paper's e₁ is axis 0).
         shift_axis: the space axis shifted along, another than `axis`.
 
@@ -157,5 +156,5 @@ def pairwise_half_space_squared_distance(
     """Squared distances of all pairs from half-space coordinates: (…, N), (…, M) → (…, N, M)."""
     rows, columns = x[0].unsqueeze(-1), y[0].unsqueeze(-2)
     half = torch.sinh(0.5 * (rows - columns))
-    c = 2.0 * half * half + torch.exp(rows) * torch.exp(columns) * pair_chord(x[1], y[1])
-    return column(check_curvature(k, c)) * squared_arcosh1p(c)
+    c = 2.0 * half * half + pair_angular(torch.exp(x[0]), x[1], torch.exp(y[0]), y[1])
+    return check_curvature(k, c) * squared_arcosh1p(c)

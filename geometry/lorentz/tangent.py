@@ -106,4 +106,6 @@ def gradient_from_polar(
 
 def cosines(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """1 − cos θ and 1 + cos θ of directions (…, n), each from the small difference."""
-    return half_squared_chord(u, v), half_squared_chord(u, -v)
+    apart, behind = half_squared_chord(u, v), half_squared_chord(u, -v)
+    # At coincidence the derivative of the chord is 0 whatever arrives: also an overflow.
+    return torch.where(apart > 0, apart, 0.0), torch.where(behind > 0, behind, 0.0)
