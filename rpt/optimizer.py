@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rpt.observers.staging import ObservationStage
 
 from .checkpoint import check_loadable, restore_dtypes
 from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
+from .manifold import manifold_of, step_on_manifold
 from .observing import ObservingOptimizer
 from .options import (
     IMPLEMENTATION_KEYWORDS,
@@ -242,6 +244,10 @@ class ResidualPolarTransport(ObservingOptimizer):
                 loss = closure()
         self._check_edited_groups()
         live, peaks = self._finite(self._live_gradients())
+        curved = [entry for entry in live if manifold_of(entry[1]) is not None]
+        if curved:
+            flat = [manifold_of(p) is None for _, p, _ in live]
+            live, peaks = list(compress(live, flat)), list(compress(peaks, flat))
         self._registry.ensure(
             [(g, p) for g, p, _ in live], self.param_groups, self.state, self._backend
         )
@@ -261,6 +267,8 @@ class ResidualPolarTransport(ObservingOptimizer):
                     done.append(item)
             except Exception as error:
                 raise self._interrupted(error, batch, done) from error
+        for g, parameter, gradient in curved:
+            step_on_manifold(parameter, gradient, self.state[parameter], self.param_groups[g])
         self._warn_of_failed_roots(done)
         for group in self.param_groups:
             if group["gain_rate"]:
