@@ -1,0 +1,542 @@
+"""Polar attention: one step of the radial–tangential filter per head (Algorithm 1, steps 1–8)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .base import AttentionWeights, FilterAttention, TokenStream, quarantine, unit
+from .cache import FilterCache
+from .chunked import map_query_slices, slice_length
+from .dense import PolarEstimate, PolarInputs, polar_estimate
+from .kernel import MASKED, kernel_estimate
+from .logits import PolarSettings
+from .masks import Visibility, rows_that_see
+from .model import multiply_by_i
+from .parameters import (
+    DecayRates,
+    FilterScalars,
+    PositiveParameter,
+    UnitIntervalParameter,
+    decay_rates,
+)
+from .sphere import tangent_project
+from .standard import standard_attention
+from .transport import apply_rotation, rotation
+
+__all__ = ["FilterStep", "PolarAttention"]
+
+
+class FilterStep(NamedTuple):
+    """The result of one filtering step.
+
+    output: (batch, tokens, d_model), the increment of the residual stream, in the input's dtype.
+    weights: attention weights, or None.
+    log_precision: with gain="bayes", log λ⁺ of each token's direction, (batch, heads, tokens).
+    """
+
+    output: Tensor
+    weights: AttentionWeights | None
+    log_precision: Tensor | None
+
+
+class PolarAttention(FilterAttention):
+    """Multi-head attention as radial–tangential state estimation: x ↦ Δx = W_o ΔV (Algorithm 1).
+
+    A drop-in self-attention without the residual connection: `z = z + attention(z)`, with no norm in
+    front, since steps 1 and 2 normalise and rotate queries, keys and values themselves. Every
+    correction of the filter has a switch; with all of them off (`PolarAttention.standard`) what
+    remains is softmax attention with rotary positions.
+
+    Args:
+        d_model: features of the residual stream.
+        num_heads: heads H.
+        head_dim: complex features d per head, default d_model // num_heads: the projections then map
+            d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads) gives the
+            widths, and the parameters, of ordinary attention.
+        causal: whether a token sees only tokens not later than itself, by time.
+        dropout: dropout on the directional weights A_T while training.
+        base, conjugate_frequencies, learn_frequencies: angular frequencies, see
+            `transport.rotary_frequencies`; they stay float32 whatever the module is cast to.
+        weights: "student_t" or "exponential" influence weights.
+        magnitude_precision: precision κ grows with the square of the transported magnitude.
+        decay: magnitudes and variances decay at a learned rate per head; a quarter of the heads
+            never decays, the others start log-spaced over `decay_range` (1/time).
+        tangent: project the directional update onto the tangent space at the token's own state.
+        radial: "own" weights A_R, "shared" (A_T), or "off" (β = 0).
+        radial_exponent: "likelihood" (ν_r + 1) or "influence" (1, Algorithm 1 as printed).
+        rotate_values: rotate values and counter-rotate their mean.
+        directional: "chordal", or "exact" for the complex correlation of extension G.1.
+        gain: "learned" step sizes, or "bayes" for the gain of extension G.3.
+        normalize: normalise queries, keys and values; False only in the standard limit.
+        m_units: "rms" or "raw" magnitudes.
+        process_noise: initial variance rate σ² of process noise (appendix A.4); 0 leaves it out.
+        context_rotation: rotate by context as well as by time (extension G.2): a linear map of each
+            token, initially zero, adds to its angles, and angles add up along the tokens.
+        nu, temperature, step: initial ν_t and ν_r, inverse temperature, and α = β.
+        backend: "auto", "dense" (reference, double backward), "chunked", or "flex" (CUDA).
+
+    Raises:
+        ValueError: sizes or options that make no sense together.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        causal: bool = True,
+        dropout: float = 0.0,
+        base: float = 10000.0,
+        conjugate_frequencies: bool = True,
+        learn_frequencies: bool = False,
+        weights: Literal["student_t", "exponential"] = "student_t",
+        magnitude_precision: bool = True,
+        decay: bool = True,
+        decay_range: tuple[float, float] = (1e-3, 1e-1),
+        tangent: bool = True,
+        radial: Literal["own", "shared", "off"] = "own",
+        radial_exponent: Literal["likelihood", "influence"] = "likelihood",
+        rotate_values: bool = True,
+        directional: Literal["chordal", "exact"] = "chordal",
+        gain: Literal["learned", "bayes"] = "learned",
+        normalize: bool = True,
+        m_units: Literal["rms", "raw"] = "rms",
+        process_noise: float = 0.0,
+        context_rotation: bool = False,
+        nu: float = 4.0,
+        temperature: float = 1.0,
+        step: float = 0.5,
+        backend: Literal["auto", "dense", "chunked", "flex"] = "auto",
+    ) -> None:
+        for name, value, choices in (
+            ("weights", weights, ("student_t", "exponential")),
+            ("radial", radial, ("own", "shared", "off")),
+            ("radial_exponent", radial_exponent, ("likelihood", "influence")),
+            ("directional", directional, ("chordal", "exact")),
+            ("gain", gain, ("learned", "bayes")),
+            ("m_units", m_units, ("rms", "raw")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+        if process_noise < 0 or (process_noise and not decay):
+            raise ValueError("process_noise needs decay=True and a value ≥ 0")
+        super().__init__(
+            d_model,
+            num_heads,
+            head_dim=head_dim,
+            causal=causal,
+            dropout=dropout,
+            base=base,
+            conjugate_frequencies=conjugate_frequencies,
+            learn_frequencies=learn_frequencies,
+            rotary=True,
+            backend=backend,
+        )
+        self.settings = PolarSettings(
+            weights, magnitude_precision, decay, radial, radial_exponent, directional == "exact"
+        )
+        self.tangent, self.rotate_values, self.gain = tangent, rotate_values, gain
+        self.normalize, self.m_units = normalize, m_units
+        self.is_standard = self.settings == PolarSettings(
+            "exponential", False, False, "off", radial_exponent, False
+        ) and not (tangent or rotate_values or gain == "bayes")
+        if not normalize and not self.is_standard:
+            raise ValueError(
+                "normalize=False leaves the sphere: it needs every correction switched off,"
+                " as in PolarAttention.standard"
+            )
+        per_head = (num_heads,)
+        scalars: dict[str, nn.Module | None] = {
+            "decay": DecayRates(decay_rates(num_heads, *decay_range)) if decay else None,
+            "key_tangential": PositiveParameter(1.0, per_head),
+            "query_tangential": PositiveParameter(1.0, per_head),
+            "inflation_tangential": PositiveParameter(1.0, per_head),
+            "magnitude_floor": PositiveParameter(0.01, per_head) if magnitude_precision else None,
+            "process_noise": PositiveParameter(process_noise, per_head) if process_noise else None,
+            "nu_tangential": PositiveParameter(nu, per_head),
+            "temperature": PositiveParameter(temperature, per_head),
+        }
+        if radial == "own":
+            scalars["key_radial"] = PositiveParameter(1.0, per_head)
+            scalars["query_radial"] = PositiveParameter(1.0, per_head)
+            scalars["inflation_radial"] = PositiveParameter(1.0, per_head)
+            scalars["nu_radial"] = PositiveParameter(nu, per_head)
+        self.scalars = nn.ModuleDict({k: v for k, v in scalars.items() if v is not None})
+        if normalize:
+            self.query_gain = PositiveParameter(1.0)
+            self.key_gain = PositiveParameter(1.0)
+            self.value_gain = PositiveParameter(1.0)
+        if gain == "bayes":
+            self.prior_carry = PositiveParameter(1.0, per_head)
+            self.prior_precision = PositiveParameter(1.0, per_head)
+        else:
+            self.directional_step = UnitIntervalParameter(step, per_head)
+        if radial != "off":
+            self.radial_step = UnitIntervalParameter(step, per_head)
+        self.context_projection: nn.Linear | None = None
+        if context_rotation:
+            self.context_projection = nn.Linear(d_model, num_heads * self.head_dim, bias=False)
+            nn.init.zeros_(self.context_projection.weight)
+
+    @classmethod
+    def standard(
+        cls, d_model: int, num_heads: int, *, normalize: bool = False, **options: Any
+    ) -> PolarAttention:
+        """Every correction off: softmax attention with rotary positions.
+
+        Widths, logit scale 1/√(2d) at the start, frequencies and parameter count of the projections
+        are those of ordinary attention (the learned temperature and step sizes per head remain).
+        """
+        if "head_dim" not in options:
+            if d_model % (2 * num_heads):
+                raise ValueError(f"d_model={d_model} must be divisible by 2·num_heads")
+            options["head_dim"] = d_model // (2 * num_heads)
+        # Logits are β·2κ̃/(ν d) q·k with κ̃ = 1/3 at the start.
+        nu, head_dim = options.get("nu", 4.0), options["head_dim"]
+        options.setdefault("temperature", 1.5 * nu * head_dim / math.sqrt(2 * head_dim))
+        options.setdefault("conjugate_frequencies", False)
+        return cls(
+            d_model,
+            num_heads,
+            weights="exponential",
+            magnitude_precision=False,
+            decay=False,
+            tangent=False,
+            radial="off",
+            rotate_values=False,
+            normalize=normalize,
+            **options,
+        )
+
+    def filter_scalars(self) -> FilterScalars:
+        """The current values of Algorithm 1's parameters, each (heads,), float32 or better."""
+        reference = next(iter(self.scalars.parameters()))
+        ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
+        zero_where_absent = ("decay", "process_noise")
+        values = {
+            name: self.scalars[name]()
+            if name in self.scalars
+            else (ones * 0 if name in zero_where_absent else ones)
+            for name in FilterScalars._fields
+            if name != "sphere_scale"
+        }
+        scale = ones / self.head_dim if self.m_units == "raw" else ones
+        if self.normalize:
+            scale = scale * (self.query_gain() * self.key_gain())
+        return FilterScalars(**values, sphere_scale=scale)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        times: Tensor | None = None,
+        memory_times: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cache: FilterCache | None = None,
+        causal: bool | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, AttentionWeights]:
+        """The increment Δx of the residual stream, (batch, tokens, d_model), in x's dtype.
+
+        Args:
+            x: (batch, tokens, d_model).
+            memory: (batch, keys, d_model) for cross-attention: x's own states are updated by
+                observations from `memory`. Causal only if `causal=True` says so.
+            times: absolute time of each token, (tokens,), (1, tokens) or (batch, tokens), any origin
+                and order; default 0, 1, 2, …. Large values need float64 or integers.
+            memory_times: likewise for memory, on the same clock.
+            key_padding_mask: boolean (batch, keys), True where a key is padding. With a cache: of the
+                new tokens, or of all.
+            attn_mask: boolean (True: may attend) or additive, (queries, keys), (batch, queries, keys)
+                or (batch, heads, queries, keys).
+            cache: a `FilterCache`; x then continues it. Committed at the end of the call.
+            causal: overrides the constructor's choice.
+            need_weights: also return the weights; takes the dense path.
+
+        Raises:
+            ValueError, TypeError: on shapes, masks or times that do not fit, before any change of
+                the cache.
+        """
+        step = self.filter(
+            x,
+            memory,
+            times=times,
+            memory_times=memory_times,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            cache=cache,
+            causal=causal,
+            need_weights=need_weights,
+        )
+        if cache is not None:
+            cache.commit()
+        if need_weights:
+            assert step.weights is not None
+            return step.output, step.weights
+        return step.output
+
+    def filter(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        times: Tensor | None = None,
+        memory_times: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cache: FilterCache | None = None,
+        layer: int = 0,
+        causal: bool | None = None,
+        need_weights: bool = False,
+        prior_log_precision: Tensor | None = None,
+    ) -> FilterStep:
+        """`forward` for stacks of layers: stages tokens in layer `layer` of a shared cache without
+        committing, and carries the precision of extension G.3, (batch, heads, tokens)."""
+        stream = self._stream(
+            x, memory, times, memory_times, key_padding_mask, attn_mask, cache, causal
+        )
+        if memory is not None and self.context_projection is not None:
+            raise ValueError("context-dependent rotations follow one stream; pass no memory")
+        view = stream.view
+        if view.padding is not None and memory is None:
+            x = x.masked_fill(view.padding[:, -x.shape[1] :, None], 0.0)
+        if view.padding is not None and memory is not None:
+            memory = memory.masked_fill(view.padding[..., None], 0.0)
+        source = x if memory is None else memory
+        query, key = self.query_projection(x), self.key_projection(source)
+        value = self.value_projection(source)
+        own = value if memory is None else self.value_projection(x)
+        context = None if self.context_projection is None else self.context_projection(x)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            update, weights, log_precision = self._step(
+                (self._heads(query), self._heads(key), self._heads(value)),
+                None if memory is None else self._heads(own),
+                context,
+                stream,
+                cache,
+                layer,
+                need_weights,
+                prior_log_precision,
+            )
+        return FilterStep(self._merge(update, x), weights, log_precision)
+
+    def _step(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        own: Tensor | None,
+        context: Tensor | None,
+        stream: TokenStream,
+        cache: FilterCache | None,
+        layer: int,
+        need_weights: bool,
+        prior_log_precision: Tensor | None,
+    ) -> tuple[Tensor, AttentionWeights | None, Tensor | None]:
+        query, key, value = projected
+        view = stream.view
+        query_angles = self._angles(view.query_times)
+        key_angles = query_angles if own is None else self._angles(view.key_times)
+        extra: tuple[Tensor, ...] = ()
+        if context is not None:
+            turned = self._context_angles(context, view.padding, cache, layer)
+            query_angles = key_angles = query_angles + turned
+            extra = (turned,)
+        turn = rotation(query_angles, query.dtype)
+        key_turn = turn if own is None else rotation(key_angles, key.dtype)
+        if self.normalize:
+            query, key = unit(query)[1], unit(key)[1]
+        # Without a dynamical model left to follow, the standard limit turns as rotary positions do.
+        query = apply_rotation(query, *turn, inverse=not self.is_standard)
+        key = apply_rotation(key, *key_turn, inverse=not self.is_standard)
+        magnitude, value = self._state(value, key_turn)
+        if own is None:
+            own_magnitude, own = magnitude, value
+        else:
+            own_magnitude, own = self._state(own, turn)
+        if cache is not None:
+            staged = cache.stage(layer, (key, value, magnitude, *extra))
+            key, value, magnitude = staged[:3]
+            cache.stage_tokens(stream.all_times, stream.all_padding, stream.ahead is not None)
+        (key, value, magnitude), poisoned = quarantine(view, key, value, magnitude)
+        inputs = PolarInputs(query, key, value, own_magnitude, magnitude)
+        scalars = self.filter_scalars()
+        scalars = FilterScalars(*(s.to(query.dtype) for s in scalars))
+        estimate = self._estimate(inputs, stream, scalars, need_weights)
+        update, log_precision = self._update(estimate, own, own_magnitude, prior_log_precision)
+        update = update.masked_fill(poisoned[..., None], float("nan"))
+        if self.rotate_values:
+            update = apply_rotation(update, *turn)
+        weights = None
+        if need_weights:
+            assert estimate.directional_weights is not None
+            weights = AttentionWeights(estimate.directional_weights, estimate.radial_weights)
+        return update, weights, log_precision
+
+    def _state(self, value: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Magnitude (batch, heads, tokens) and rotated unit direction of a state."""
+        norm, direction = unit(value)
+        if not self.normalize:
+            direction = value / math.sqrt(self.head_dim)
+        if self.rotate_values:
+            direction = apply_rotation(direction, *turn, inverse=True)
+        return norm if self.m_units == "raw" else norm / math.sqrt(self.head_dim), direction
+
+    def _context_angles(
+        self, increments: Tensor, padding: Tensor | None, cache: FilterCache | None, layer: int
+    ) -> Tensor:
+        """Cumulative context angles of the new tokens, float64, (batch, heads, tokens, d)."""
+        work = torch.float32 if increments.device.type == "mps" else torch.float64
+        steps = increments.to(work).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        if padding is not None:
+            steps = steps.masked_fill(padding[:, None, -steps.shape[2] :, None], 0.0)
+        angles = steps.cumsum(2)
+        before = None if cache is None else cache.committed(layer)
+        return angles if before is None else angles + before[3][:, :, -1:]
+
+    def _estimate(
+        self, inputs: PolarInputs, stream: TokenStream, scalars: FilterScalars, need_weights: bool
+    ) -> PolarEstimate:
+        view, settings = stream.view, self.settings
+        queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+        dropout = self.dropout if self.training else 0.0
+        precision = self.gain == "bayes"
+        if self.is_standard and (not self.normalize or self.backend == "auto"):
+            scale = scalars.temperature * scalars.sphere_scale * 2.0 / scalars.nu_tangential
+            variance = scalars.key_tangential + scalars.inflation_tangential
+            scale = scale / (variance + scalars.query_tangential)
+            if not self.normalize:
+                scale = scale / self.head_dim
+            return standard_attention(inputs, view, scale, dropout, need_weights)
+        if self._use_dense(inputs.query, keys, need_weights):
+            return polar_estimate(
+                inputs,
+                view,
+                scalars,
+                settings,
+                dropout=dropout,
+                precision=precision,
+                weights=need_weights,
+            )
+        if self.backend == "flex":
+            from .flex import flex_estimate
+
+            return flex_estimate(inputs, view, scalars, settings, dropout, precision)
+        learned_mask = view.mask is not None and view.mask.requires_grad
+        if stream.ahead is not None and not (settings.exact or precision or learned_mask):
+            return _kernel(inputs, view, scalars, settings, stream.ahead, dropout)
+
+        def piece(start: int, stop: int, visible: int) -> tuple[Tensor, ...]:
+            part = polar_estimate(
+                inputs,
+                view,
+                scalars,
+                settings,
+                start=start,
+                stop=stop,
+                keys=visible,
+                dropout=dropout,
+                precision=precision,
+            )
+            found = (part.direction, part.magnitude, part.log_precision)
+            return tuple(t for t in found if t is not None)
+
+        ordered = stream.ahead is not None and view.causal
+        return PolarEstimate(
+            *map_query_slices(
+                piece,
+                queries,
+                keys,
+                slice_length(inputs.query.shape[0], self.num_heads, keys),
+                first_visible_end=(stream.ahead or 0) + 1 if ordered else None,
+                random=dropout > 0,
+            )
+        )
+
+    def _update(
+        self,
+        estimate: PolarEstimate,
+        own: Tensor,
+        own_magnitude: Tensor,
+        prior_log_precision: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Algorithm 1, step 7, in the rotated frame: α P_T(V)V̄ + β(m̄ − m)V, V at length r."""
+        direction, log_precision = estimate.direction, None
+        if self.tangent:
+            across = tangent_project(own, direction)
+            if self.settings.exact:
+                # The complex projector removes the component along iV, too.
+                across = tangent_project(multiply_by_i(own), across)
+            direction = across
+        if self.gain == "bayes":
+            assert estimate.log_precision is not None
+            gain, log_precision = self._bayes_gain(estimate.log_precision, prior_log_precision)
+            update = gain.unsqueeze(-1) * direction
+        else:
+            update = self.directional_step().to(own.dtype)[:, None, None] * direction
+        if self.settings.radial != "off":
+            correction = self.radial_step().to(own.dtype)[:, None] * (
+                estimate.magnitude - own_magnitude
+            )
+            update = update + correction.unsqueeze(-1) * own
+        length = math.sqrt(self.head_dim)
+        if self.normalize:
+            update = update * (self.value_gain().to(own.dtype) * length)
+        else:
+            update = update * length
+        return update, log_precision
+
+    def _bayes_gain(self, log_found: Tensor, log_before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """K = λ_ū/(λ⁻ + λ_ū) and log λ⁺ = log(λ⁻ + λ_ū), λ⁻ = carry·λ⁺_before + λ_0 (G.3)."""
+        floor = torch.log(self.prior_precision()).to(log_found.dtype)[:, None].expand_as(log_found)
+        prior = floor
+        if log_before is not None:
+            carry = torch.log(self.prior_carry()).to(log_found.dtype)[:, None]
+            prior = torch.logaddexp(log_before.to(log_found.dtype) + carry, floor)
+        return torch.sigmoid(log_found - prior), torch.logaddexp(log_found, prior)
+
+
+def _kernel(
+    inputs: PolarInputs,
+    view: Visibility,
+    scalars: FilterScalars,
+    settings: PolarSettings,
+    ahead: int,
+    dropout: float,
+) -> PolarEstimate:
+    """`kernel_estimate` with the masks as an additive bias, and fully masked rows at zero."""
+    dtype, bias = inputs.query.dtype, None
+    if view.padding is not None:
+        bias = torch.zeros_like(view.padding, dtype=dtype)
+        bias = bias.masked_fill(view.padding, MASKED)[:, None, None]
+    if view.mask is not None:
+        mask = view.mask
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, MASKED)
+        else:
+            mask = mask.to(dtype).clamp_min(MASKED)
+        bias = mask if bias is None else bias + mask
+    estimate = kernel_estimate(
+        inputs,
+        scalars,
+        settings,
+        causal=view.causal,
+        ahead=ahead,
+        bias=bias,
+        dropout=dropout,
+    )
+    if bias is None:
+        return estimate
+    batch, keys = inputs.key.shape[0], inputs.key.shape[2]
+    everything = torch.ones(batch, keys, dtype=torch.bool, device=inputs.key.device)
+    visible = rows_that_see(everything, view)
+    return PolarEstimate(
+        estimate.direction.masked_fill(~visible[..., None], 0.0),
+        torch.where(visible, estimate.magnitude, inputs.query_magnitude),
+    )
+

@@ -1,0 +1,127 @@
+"""Cache for decoding: rotated keys and values, magnitudes, absolute times.
+
+One `FilterCache` serves all layers of a model. During a forward pass every layer stages its new
+tokens; the length moves once, when the forward commits. An exception before that leaves the cache
+as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["FilterCache"]
+
+
+class FilterCache:
+    """Keys seen so far, for one or several attention layers.
+
+    Attributes:
+        length: committed tokens.
+        times: absolute times of the committed tokens, float64, (1 or batch, length), or None.
+        padding: (batch, length) boolean, True where a token is padding, or None.
+        regular: whether tokens came without times, and stand at 0, 1, 2, ….
+    """
+
+    def __init__(self, num_layers: int = 1) -> None:
+        if num_layers < 1:
+            raise ValueError(f"a cache needs at least one layer, got {num_layers}")
+        self.length = 0
+        self.times: Tensor | None = None
+        self.padding: Tensor | None = None
+        self._layers: list[tuple[Tensor, ...] | None] = [None] * num_layers
+        self._staged: dict[int, tuple[Tensor, ...]] = {}
+        self._next: tuple[Tensor, Tensor | None, bool] | None = None
+        self.regular = True
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def origin(self) -> Tensor | None:
+        """The first time of each sequence, (1 or batch, 1), from which angles are counted."""
+        return None if self.times is None else self.times[:, :1]
+
+    def extend_times(self, times: Tensor) -> Tensor:
+        """Committed times followed by new ones, (1 or batch, length + tokens)."""
+        return times if self.times is None else _join(self.times, times)
+
+    def extend_padding(self, padding: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+        """Padding of committed tokens followed by that of new ones; accepts a mask of all tokens.
+
+        Raises:
+            ValueError: neither the new tokens' mask nor one of all tokens.
+        """
+        if padding is not None and self.length and padding.shape == (batch, self.length + tokens):
+            return padding
+        if padding is None and self.padding is None:
+            return None
+        if padding is not None and padding.shape != (batch, tokens):
+            raise ValueError(
+                f"key_padding_mask must cover the {tokens} new tokens or all"
+                f" {self.length + tokens}, batch {batch}; got {tuple(padding.shape)}"
+            )
+        known = padding if padding is not None else self.padding
+        assert known is not None
+        old = self.padding
+        if old is None:
+            old = known.new_zeros(batch, self.length)
+        new = padding if padding is not None else known.new_zeros(batch, tokens)
+        return torch.cat((old, new), dim=1)
+
+    def committed(self, layer: int) -> tuple[Tensor, ...] | None:
+        """The committed tensors of a layer, or None while it is empty."""
+        return self._layers[layer]
+
+    def stage(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Committed tensors of a layer joined with new ones along dimension 2, not yet committed."""
+        old = self._layers[layer]
+        if old is not None:
+            if old[0].shape[0] != tensors[0].shape[0]:
+                raise ValueError(
+                    f"the cache holds a batch of {old[0].shape[0]}, got {tensors[0].shape[0]}"
+                )
+            tensors = tuple(torch.cat(pair, dim=2) for pair in zip(old, tensors, strict=True))
+        self._staged[layer] = tensors
+        return tensors
+
+    def stage_tokens(self, times: Tensor, padding: Tensor | None, regular: bool) -> None:
+        """Remember the joined times and padding until `commit`."""
+        self._next = (times, padding, regular)
+
+    def commit(self) -> None:
+        """Make the staged tokens of all layers part of the cache: once per forward pass.
+
+        Raises:
+            RuntimeError: nothing, or not every layer, was staged.
+        """
+        if self._next is None or len(self._staged) != len(self._layers):
+            raise RuntimeError(
+                f"commit() needs one forward pass through all {len(self._layers)} layers;"
+                f" {len(self._staged)} staged tokens"
+            )
+        self.times, self.padding, self.regular = self._next
+        self.length = self.times.shape[1]
+        for layer, tensors in self._staged.items():
+            self._layers[layer] = tensors
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what was staged and not committed."""
+        self._staged, self._next = {}, None
+
+    def reorder(self, index: Tensor) -> None:
+        """Select sequences, (batch,) long: for beam search."""
+        for layer, tensors in enumerate(self._layers):
+            if tensors is not None:
+                self._layers[layer] = tuple(t.index_select(0, index) for t in tensors)
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, index)
+        if self.times is not None and self.times.shape[0] > 1:
+            self.times = self.times.index_select(0, index)
+
+
+def _join(old: Tensor, new: Tensor) -> Tensor:
+    rows = max(old.shape[0], new.shape[0])
+    return torch.cat((old.expand(rows, -1), new.expand(rows, -1)), dim=1)

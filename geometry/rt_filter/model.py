@@ -1,0 +1,96 @@
+"""The radial–tangential model: projectors, covariance and precision, and the real lift of C^d.
+
+A complex vector of dimension d is stored as 2d real numbers, real and imaginary parts interleaved
+(Re z_1, Im z_1, Re z_2, …), so that `torch.view_as_complex` sees it without a copy. Under this lift
+Re(x†y) is the ordinary dot product.
+
+Source: RT-Filter paper, section 3.1, Eq. 2 and 7, Propositions 1 and 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "complex_to_real",
+    "inner_product",
+    "multiply_by_i",
+    "propagate_covariance",
+    "radial_projector",
+    "radial_tangential_covariance",
+    "radial_tangential_precision",
+    "real_to_complex",
+    "tangential_projector",
+    "unit_direction",
+]
+
+
+def complex_to_real(z: Tensor) -> Tensor:
+    """Lift complex (…, d) to real (…, 2d), interleaved."""
+    return torch.view_as_real(z).flatten(-2)
+
+
+def real_to_complex(x: Tensor) -> Tensor:
+    """Read real (…, 2d), interleaved, as complex (…, d). Raises ValueError on an odd last size."""
+    if x.shape[-1] % 2:
+        raise ValueError(
+            f"a lifted complex vector has an even number of features, got {x.shape[-1]}"
+        )
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+
+
+def multiply_by_i(x: Tensor) -> Tensor:
+    """Multiply a lifted complex vector (…, 2d) by the imaginary unit."""
+    pairs = x.unflatten(-1, (-1, 2))
+    return torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
+
+
+def inner_product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of x†y for lifted vectors (…, 2d); appendix F.1."""
+    return (x * y).sum(-1), -(x * multiply_by_i(y)).sum(-1)
+
+
+def unit_direction(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split x (…, n) into magnitude (…) and unit direction (…, n); the zero vector keeps direction 0."""
+    magnitude = torch.linalg.vector_norm(x, dim=-1)
+    return magnitude, x / magnitude.clamp_min(torch.finfo(x.dtype).tiny).unsqueeze(-1)
+
+
+def radial_projector(x: Tensor) -> Tensor:
+    """P_R(x) = x x† / ‖x‖² (Eq. 2) of real or complex vectors (…, n) as matrices (…, n, n)."""
+    return x.unsqueeze(-1) * x.conj().unsqueeze(-2) / (x.abs() ** 2).sum(-1)[..., None, None]
+
+
+def tangential_projector(x: Tensor) -> Tensor:
+    """P_T(x) = I − P_R(x) (Eq. 2), shape (…, n, n)."""
+    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - radial_projector(x)
+
+
+def radial_tangential_covariance(
+    x: Tensor, radial_variance: Tensor | float, tangential_variance: Tensor | float
+) -> Tensor:
+    """Σ = σ_r² P_R(x) + σ_t² P_T(x) (Eq. 2), shape (…, n, n); variances scalar or of shape (…)."""
+    radial, tangential = (
+        _real(variance, x)[..., None, None] for variance in (radial_variance, tangential_variance)
+    )
+    return radial * radial_projector(x) + tangential * tangential_projector(x)
+
+
+def _real(value: Tensor | float, like: Tensor) -> Tensor:
+    dtype = like.real.dtype if like.is_complex() else like.dtype
+    return torch.as_tensor(value, dtype=dtype, device=like.device)
+
+
+def radial_tangential_precision(
+    x: Tensor, radial_variance: Tensor | float, tangential_variance: Tensor | float
+) -> Tensor:
+    """The inverse of `radial_tangential_covariance`: P_R(x)/σ_r² + P_T(x)/σ_t² (Proposition 3)."""
+    return radial_tangential_covariance(
+        x, 1.0 / _real(radial_variance, x), 1.0 / _real(tangential_variance, x)
+    )
+
+
+def propagate_covariance(covariance: Tensor, transport: Tensor) -> Tensor:
+    """T Σ T† (Proposition 2) for matrices (…, n, n)."""
+    return transport @ covariance @ transport.mH

@@ -1,0 +1,237 @@
+"""Robust Filter Attention: the isotropic filter that the radial–tangential one generalises.
+
+Source: RT-Filter paper, appendix A.4.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .base import AttentionWeights, FilterAttention, TokenStream, quarantine, unit
+from .cache import FilterCache
+from .chunked import map_query_slices, slice_length
+from .logits import masked_softmax, robust_filter_logits
+from .masks import Visibility
+from .parameters import DecayRates, FilterScalars, PositiveParameter, decay_rates
+from .transport import apply_rotation, rotation
+
+__all__ = ["RobustFilterAttention", "robust_filter_estimate"]
+
+
+def robust_filter_estimate(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    view: Visibility,
+    scalars: FilterScalars,
+    *,
+    student_t: bool = True,
+    decay: bool = True,
+    start: int = 0,
+    stop: int | None = None,
+    keys: int | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Σ_j A_ij E_ij ṽ_j for queries start…stop, and A; rotated inputs (batch, heads, tokens, 2d)."""
+    query, key, value = query[:, :, start:stop], key[:, :, :keys], value[:, :, :keys]
+    per_head = scalars.reshaped(1, 1)
+    lag = view.lag(start, stop, keys)
+    allowed, additive = view.allowed(lag, start, stop, keys)
+    plain, factor = robust_filter_logits(
+        query @ key.transpose(-1, -2),
+        (query * query).sum(-1, keepdim=True),
+        (key * key).sum(-1).unsqueeze(-2),
+        lag.to(query.dtype),
+        per_head,
+        query.shape[-1] // 2,
+        student_t=student_t,
+        decay=decay,
+    )
+    logits = per_head.temperature * plain
+    if additive is not None:
+        logits = logits + additive
+    attention = masked_softmax(logits, allowed)
+    kept = F.dropout(attention, dropout) if dropout else attention
+    return (kept * factor) @ value, attention
+
+
+class RobustFilterAttention(FilterAttention):
+    """Multi-head Robust Filter Attention (appendix A.4): x ↦ W_o V̄.
+
+    The arguments and the call are those of `PolarAttention` where they apply; tokens see one another
+    through Mahalanobis distances of transported keys, values are rotated, decayed, averaged and
+    counter-rotated. Put a residual connection, and a norm if wanted, around it.
+
+    Args:
+        weights: "student_t" or "exponential" influence weights.
+        decay: decay and variances of A.4 with a learned rate per head; False: μ = 0.
+        process_noise: initial σ²; 0 leaves process noise out.
+        normalize: bring queries, keys and values to length √d first (the sphere of `PolarAttention`).
+        rotary: False leaves out transport by rotation.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        causal: bool = True,
+        dropout: float = 0.0,
+        base: float = 10000.0,
+        conjugate_frequencies: bool = True,
+        learn_frequencies: bool = False,
+        weights: Literal["student_t", "exponential"] = "student_t",
+        decay: bool = True,
+        decay_range: tuple[float, float] = (1e-3, 1e-1),
+        process_noise: float = 1.0,
+        normalize: bool = False,
+        rotary: bool = True,
+        nu: float = 4.0,
+        temperature: float = 1.0,
+        backend: Literal["auto", "dense", "chunked"] = "auto",
+    ) -> None:
+        if weights not in ("student_t", "exponential"):
+            raise ValueError(f"weights must be 'student_t' or 'exponential', got {weights!r}")
+        if backend not in ("auto", "dense", "chunked"):
+            raise ValueError(f"backend must be 'auto', 'dense' or 'chunked', got {backend!r}")
+        super().__init__(
+            d_model,
+            num_heads,
+            head_dim=head_dim,
+            causal=causal,
+            dropout=dropout,
+            base=base,
+            conjugate_frequencies=conjugate_frequencies,
+            learn_frequencies=learn_frequencies,
+            rotary=rotary,
+            backend=backend,
+        )
+        self.weights, self.decay, self.normalize = weights, decay, normalize
+        shape = (num_heads,)
+        scalars: dict[str, nn.Module | None] = {
+            "decay": DecayRates(decay_rates(num_heads, *decay_range)) if decay else None,
+            "key_tangential": PositiveParameter(1.0, shape),
+            "query_tangential": PositiveParameter(1.0, shape),
+            "inflation_tangential": PositiveParameter(1.0, shape),
+            "process_noise": PositiveParameter(process_noise, shape)
+            if decay and process_noise
+            else None,
+            "nu_tangential": PositiveParameter(nu, shape),
+            "temperature": PositiveParameter(temperature, shape),
+        }
+        self.scalars = nn.ModuleDict({k: v for k, v in scalars.items() if v is not None})
+
+    def filter_scalars(self) -> FilterScalars:
+        """Current η² (key_tangential), γ² (query_tangential), ι², σ², μ, ν_s, β_s; each (heads,)."""
+        reference = next(iter(self.scalars.parameters()))
+        ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
+        return FilterScalars(
+            *(
+                self.scalars[name]()
+                if name in self.scalars
+                else (ones * 0 if name in ("decay", "process_noise") else ones)
+                for name in FilterScalars._fields
+            )
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        times: Tensor | None = None,
+        memory_times: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cache: FilterCache | None = None,
+        causal: bool | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, AttentionWeights]:
+        """The estimate W_o V̄, (batch, tokens, d_model); arguments as `PolarAttention.forward`."""
+        stream = self._stream(
+            x, memory, times, memory_times, key_padding_mask, attn_mask, cache, causal
+        )
+        view = stream.view
+        if view.padding is not None and memory is None:
+            x = x.masked_fill(view.padding[:, -x.shape[1] :, None], 0.0)
+        if view.padding is not None and memory is not None:
+            memory = memory.masked_fill(view.padding[..., None], 0.0)
+        source = x if memory is None else memory
+        projected = (
+            self.query_projection(x),
+            self.key_projection(source),
+            self.value_projection(source),
+        )
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            query, key, value = (self._heads(t) for t in projected)
+            estimate, attention = self._estimate(query, key, value, stream, cache, need_weights)
+        output = self._merge(estimate, x)
+        if cache is not None:
+            cache.commit()
+        if need_weights:
+            assert attention is not None
+            return output, AttentionWeights(attention, None)
+        return output
+
+    def _estimate(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        stream: TokenStream,
+        cache: FilterCache | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        view = stream.view
+        fresh = view.key_times[:, -key.shape[2] :]
+        turn = rotation(self._angles(view.query_times), query.dtype)
+        key_turn = rotation(self._angles(fresh), key.dtype)
+        if self.normalize:
+            length = math.sqrt(self.head_dim)
+            query, key, value = (unit(t)[1] * length for t in (query, key, value))
+        query = apply_rotation(query, *turn, inverse=True)
+        key = apply_rotation(key, *key_turn, inverse=True)
+        value = apply_rotation(value, *key_turn, inverse=True)
+        if cache is not None:
+            key, value = cache.stage(0, (key, value))
+            cache.stage_tokens(stream.all_times, stream.all_padding, stream.ahead is not None)
+        (key, value), poisoned = quarantine(view, key, value)
+        scalars = FilterScalars(*(s.to(query.dtype) for s in self.filter_scalars()))
+        keys, dropout = key.shape[2], self.dropout if self.training else 0.0
+
+        def piece(start: int, stop: int | None, visible: int | None) -> tuple[Tensor, Tensor]:
+            return robust_filter_estimate(
+                query,
+                key,
+                value,
+                view,
+                scalars,
+                student_t=self.weights == "student_t",
+                decay=self.decay,
+                start=start,
+                stop=stop,
+                keys=visible,
+                dropout=dropout,
+            )
+
+        attention = None
+        if self._use_dense(query, keys, need_weights):
+            estimate, attention = piece(0, None, None)
+        else:
+            ordered = stream.ahead is not None and view.causal
+            (estimate,) = map_query_slices(
+                lambda start, stop, visible: piece(start, stop, visible)[:1],
+                query.shape[2],
+                keys,
+                slice_length(query.shape[0], self.num_heads, keys),
+                first_visible_end=(stream.ahead or 0) + 1 if ordered else None,
+                random=dropout > 0,
+            )
+        estimate = estimate.masked_fill(poisoned[..., None], float("nan"))
+        return apply_rotation(estimate, *turn), attention

@@ -1,0 +1,56 @@
+"""Exponential and logarithmic map, and geodesic interpolation, on the unit sphere in R^n.
+
+A complex unit sphere in C^d is the real unit sphere in R^{2d} under the real inner product.
+Source: RT-Filter paper, appendix C.2 (the geodesic directional update).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["geodesic_angle", "slerp", "sphere_exp", "sphere_log", "tangent_project"]
+
+
+def tangent_project(base: Tensor, vector: Tensor) -> Tensor:
+    """P_T(base) vector = vector − base ⟨base, vector⟩/‖base‖², (…, n), real inner product.
+
+    Written as a ratio of two equal reductions, so that vector = base gives exactly zero. A zero
+    base projects nothing away.
+    """
+    squared = (base * base).sum(-1, keepdim=True)
+    along = (base * vector).sum(-1, keepdim=True) / squared.clamp_min(
+        torch.finfo(base.dtype).tiny
+    )
+    return vector - base * along
+
+
+def geodesic_angle(u: Tensor, v: Tensor) -> Tensor:
+    """Angle in radians, (…), between unit vectors; accurate near 0 and π, where arccos is not."""
+    return 2.0 * torch.atan2(
+        torch.linalg.vector_norm(u - v, dim=-1), torch.linalg.vector_norm(u + v, dim=-1)
+    )
+
+
+def sphere_exp(base: Tensor, tangent: Tensor) -> Tensor:
+    """Exp_base(tangent) = cos‖t‖ base + sinc‖t‖ tangent, for unit `base` (…, n)."""
+    length = torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
+    moved = torch.cos(length) * base + torch.sinc(length / torch.pi) * tangent
+    return moved / torch.linalg.vector_norm(moved, dim=-1, keepdim=True)
+
+
+def sphere_log(base: Tensor, point: Tensor) -> Tensor:
+    """Log_base(point), the tangent vector (…, n) at `base` that Exp takes to `point`; unit vectors.
+
+    At the antipode, where no unique geodesic exists, the result is zero.
+    """
+    across = tangent_project(base, point)
+    sine = torch.linalg.vector_norm(across, dim=-1, keepdim=True)
+    angle = geodesic_angle(base, point).unsqueeze(-1)
+    tiny = torch.finfo(base.dtype).tiny ** 0.5
+    return torch.where(sine > tiny, across * (angle / sine.clamp_min(tiny)), across)
+
+
+def slerp(start: Tensor, end: Tensor, fraction: Tensor | float) -> Tensor:
+    """Spherical linear interpolation: Exp_start(fraction · Log_start(end)), unit vectors (…, n)."""
+    return sphere_exp(start, fraction * sphere_log(start, end))
