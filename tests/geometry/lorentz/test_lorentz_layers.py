@@ -557,7 +557,7 @@ def test_calibration_sets_the_radii_once(k):
     assert model.mlp.first.radius_bias == 0
     with pytest.raises(ValueError, match="positive"):
         lorentz.calibrate_(model, images, 0.0)
-    with pytest.raises(ValueError, match="nothing|no PolarLinear"):
+    with pytest.raises(ValueError, match="no PolarLinear"):
         lorentz.calibrate_(nn.Linear(2, 2), torch.rand(1, 2))
 
 
