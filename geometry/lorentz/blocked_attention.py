@@ -82,8 +82,17 @@ def _rows_online(
     return space_sum, deficit, log_sum
 
 
-@torch.library.custom_op("rpt_lorentz::blocked_sums", mutates_args=())
-def blocked_sums(
+def _many(level: Tensor) -> bool:
+    """Whether there are batch entries to take one by one: transient blocks are that much smaller."""
+    return level.dim() > 2 and level.shape[0] > 1
+
+
+def _entry(x: Tensor, index: int, dim: int) -> Tensor:
+    """One batch entry of what broadcasts to `dim` dimensions."""
+    return x if x.dim() < dim else x[index if x.shape[0] > 1 else 0]
+
+
+def _sums(
     query: list[Tensor],
     key: list[Tensor],
     value_a: Tensor,
@@ -94,7 +103,7 @@ def blocked_sums(
     row_block: int,
     key_block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """V (…, N, n), F (…, N) and the log of the softmax sum (…, N) of all queries."""
+    """What `blocked_sums` returns, of one batch entry."""
     queries, keys = ScoreCoordinates(*query), ScoreCoordinates(*key)
     value, added = Values.of(value_a, value_u), Bias(bias, causal_offset)
     key_ranges = ranges(keys.level.shape[-1], key_block)
@@ -110,6 +119,40 @@ def blocked_sums(
         torch.cat([part[1] for part in parts], -1),
         torch.cat([part[2] for part in parts], -1),
     )
+
+
+@torch.library.custom_op("rpt_lorentz::blocked_sums", mutates_args=())
+def blocked_sums(
+    query: list[Tensor],
+    key: list[Tensor],
+    value_a: Tensor,
+    value_u: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    causal_offset: int | None,
+    row_block: int,
+    key_block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """V (…, N, n), F (…, N) and the log of the softmax sum (…, N) of all queries."""
+    if _many(query[0]):
+        dim = query[0].dim() + 1
+        each = [
+            _sums(
+                [t[i] for t in query],
+                [t[i] for t in key],
+                value_a[i],
+                value_u[i],
+                _entry(gain, i, dim),
+                None if bias is None else _entry(bias, i, dim),
+                causal_offset,
+                row_block,
+                key_block,
+            )
+            for i in range(query[0].shape[0])
+        ]
+        first, second, third = zip(*each, strict=True)
+        return torch.stack(first), torch.stack(second), torch.stack(third)
+    return _sums(query, key, value_a, value_u, gain, bias, causal_offset, row_block, key_block)
 
 
 @blocked_sums.register_fake
@@ -129,8 +172,7 @@ def _(
     return space_sum, value_u.new_empty(level.shape), value_u.new_empty(level.shape)
 
 
-@torch.library.custom_op("rpt_lorentz::blocked_gradients", mutates_args=())
-def blocked_gradients(
+def _gradients(
     query: list[Tensor],
     key: list[Tensor],
     value_a: Tensor,
@@ -143,8 +185,7 @@ def blocked_gradients(
     row_block: int,
     key_block: int,
 ) -> list[Tensor]:
-    """Gradients by queries, keys (each level, scale, vector), values (a, u) and gain, summed over
-    blocks that are recomputed; with the meaning of `BlockGradients`."""
+    """What `blocked_gradients` returns, of one batch entry."""
     queries, keys = ScoreCoordinates(*query), ScoreCoordinates(*key)
     value, added = Values.of(value_a, value_u), Bias(bias, causal_offset)
     query_total = [torch.zeros_like(t) for t in query]
@@ -172,6 +213,56 @@ def blocked_gradients(
             _add(key_total, (*g.key, g.a, g.u), slice(*columns))
             gain_total = gain_total + g.gain
     return [*query_total, *key_total, gain_total]
+
+
+@torch.library.custom_op("rpt_lorentz::blocked_gradients", mutates_args=())
+def blocked_gradients(
+    query: list[Tensor],
+    key: list[Tensor],
+    value_a: Tensor,
+    value_u: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    log_sum: Tensor,
+    upstream: list[Tensor],
+    causal_offset: int | None,
+    row_block: int,
+    key_block: int,
+) -> list[Tensor]:
+    """Gradients by queries, keys (each level, scale, vector), values (a, u) and gain, summed over
+    blocks that are recomputed; with the meaning of `BlockGradients`."""
+    if _many(query[0]):
+        dim = query[0].dim() + 1
+        each = [
+            _gradients(
+                [t[i] for t in query],
+                [t[i] for t in key],
+                value_a[i],
+                value_u[i],
+                _entry(gain, i, dim),
+                None if bias is None else _entry(bias, i, dim),
+                log_sum[i],
+                [t[i] for t in upstream],
+                causal_offset,
+                row_block,
+                key_block,
+            )
+            for i in range(query[0].shape[0])
+        ]
+        return [torch.stack(parts) for parts in zip(*each, strict=True)]
+    return _gradients(
+        query,
+        key,
+        value_a,
+        value_u,
+        gain,
+        bias,
+        log_sum,
+        upstream,
+        causal_offset,
+        row_block,
+        key_block,
+    )
 
 
 @blocked_gradients.register_fake
