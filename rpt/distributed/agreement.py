@@ -117,10 +117,10 @@ def _mean_ranks(
         sums[0, columns] = values * sums[1, columns]
     dist.all_reduce(sums, group=group)
     means = sums[0] / sums[1]
-    own = [(column, i) for column, i in enumerate(anywhere) if i < len(parameters)]
+    named = [(column, i) for column, i in enumerate(anywhere) if i < len(parameters)]
     return Committed(
-        ranks={parameters[i]: means[column] for column, i in own},
+        ranks={parameters[i]: means[column] for column, i in named},
         global_rank=means[-1] if anywhere[-1] == len(parameters) else None,
         # That there was one is all that a cadence needs; how many would cost the host a wait.
-        counts={parameters[i]: 1 for _, i in own},
+        counts={parameters[i]: 1 for _, i in named},
     )

@@ -56,7 +56,8 @@ class Sharded:
                 for rank in ranks
             ]
         except ValueError as error:
-            raise RuntimeError(f"a DTensor parameter of shape {tuple(parameter.shape)}: {error}")
+            shape = tuple(parameter.shape)
+            raise RuntimeError(f"a DTensor parameter of shape {shape}: {error}") from error
         self._coordinates = [where[rank] for rank in ranks]
         held = tuple(self.local(parameter).shape)
         expected = box_shape(self.boxes[ranks.index(dist.get_rank())])

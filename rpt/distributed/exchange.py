@@ -130,5 +130,6 @@ def communication_device(group: dist.ProcessGroup, device: torch.device) -> torc
     if f"{device.type}:" in served or device.type == "meta":
         return device
     kind = served.split(":", 1)[0]
-    index = getattr(torch, kind).current_device() if kind != "cpu" else None
-    return torch.device(kind, index)
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, getattr(torch, kind).current_device())

@@ -23,26 +23,24 @@ def rendezvous(
     name: str,
     remedy: str,
     group: dist.ProcessGroup,
-    *,
-    patience: timedelta = PATIENCE,
-    warn_after: timedelta = WARN_AFTER,
 ) -> None:
     """Wait until every rank of `group` has come to the point called `name`.
 
     A collective that some rank never calls hangs; this says which ranks are missing and what to do.
 
     Raises:
-        RuntimeError: after `patience`, naming the missing ranks and the remedy.
+        RuntimeError: after `PATIENCE`, naming the missing ranks and the remedy.
     """
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(group)
     keys = {rank: f"rpt/{name}/{rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], b"here")
+    store.set(keys[dist.get_rank()], "here")
 
     def missing() -> list[int]:
         return [rank for rank, key in keys.items() if not store.check([key])]
 
-    for limit, last in ((min(warn_after, patience), False), (patience - warn_after, True)):
+    first = min(WARN_AFTER, PATIENCE)
+    for limit, last in ((first, False), (PATIENCE - first, True)):
         try:
             store.wait(list(keys.values()), max(limit, timedelta(milliseconds=1)))
             return

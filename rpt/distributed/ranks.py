@@ -49,6 +49,7 @@ class _Ranks:
         ranks: dict[Tensor, Tensor] = {}
         counts: dict[Tensor, int] = {}
         overall: Tensor | None = None
+        refused: set[int] = set()
         for team in self.teams:
             local = {
                 id(p): holding.local(gradients[id(p)])
@@ -56,11 +57,9 @@ class _Ranks:
                 if id(p) in gradients
             }
             found = exchange_findings(team.parameters, local, observed, team.group, team.device)
-            if found.refusals:
-                where = [dist.get_global_rank(team.group, rank) for rank in found.refusals]
-                raise RuntimeError(
-                    f"rank(s) {where} refused this step; the error there says why. Nothing was updated"
-                )
+            refused |= {dist.get_global_rank(team.group, rank) for rank in found.refusals}
+            if refused:
+                continue
             for i, parameter in enumerate(team.parameters):
                 if not found.present[i]:
                     continue
@@ -77,6 +76,11 @@ class _Ranks:
             ranks |= found.observed.ranks
             counts |= found.observed.counts
             overall = found.observed.global_rank if overall is None else overall
+        if refused:
+            raise RuntimeError(
+                f"rank(s) {sorted(refused)} refused this step; the error there says why. "
+                "Nothing was updated"
+            )
         self.observed = Committed(ranks, overall, counts)
         return Agreement(out, peaks, self.observed)
 
@@ -85,8 +89,6 @@ class _Ranks:
         nothing = Committed({}, None, {})
         for team in self.teams:
             exchange_findings(team.parameters, {}, nothing, team.group, team.device, refuses=True)
-            # The others stop at the first team that was refused.
-            break
 
 
 def _mean_of_present(gradient: Tensor, present: bool, team: Team) -> Tensor:

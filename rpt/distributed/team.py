@@ -68,6 +68,8 @@ class Team:
         self._laid_out: set[int] = set()
         self._facts = torch.zeros(len(members), len(FACTS), dtype=torch.float64, device=self.device)
         self._columns: dict[str, Tensor] = {}
+        # Records whose small numbers are views of the columns; a load replaces them.
+        self._linked: dict[int, dict[str, Any]] = {}
         buckets = range(plan.buckets)
         self._inside = [[i for i, b in enumerate(plan.bucket) if b == k] for k in buckets]
         self._gathers = [self._gathering(k) for k in buckets]
@@ -134,7 +136,7 @@ class Team:
         self._laid_out.clear()
         for exchange in (*self._gathers, *self._deliveries):
             exchange.clear()
-        self._facts.zero_()
+        self._facts[:, :2].zero_()
 
     def gather(self, bucket: int) -> None:
         """Send this rank's pieces of a bucket's gradients to their owners, without waiting."""
@@ -319,11 +321,13 @@ class Team:
             seen = self.parameters[i] in observed.ranks or observed.global_rank is not None
             record["observations"] = record.get("observations", 0) + (matrix and seen)
             record.setdefault("skipped", 0)
-            if "polar_weight" not in record:
+            if self._linked.get(i) is not record:
                 for key in SCALARS:
                     record[key] = self._columns[key][i]
                 if matrix:
-                    record.update(last_root_step=0, root_refreshes=0)
+                    record.setdefault("last_root_step", 0)
+                    record.setdefault("root_refreshes", 0)
+                self._linked[i] = record
         if self.device.type == "cpu":
             for i, refreshed in zip(remote, self._facts[remote, 1].tolist(), strict=True):
                 if refreshed:
@@ -333,8 +337,10 @@ class Team:
 
     def _ensure_columns(self) -> None:
         if not self._columns:
+            wide = any(compute_dtype(p) == torch.float64 for p in self.parameters)
+            real = torch.float64 if wide else torch.float32
             for key in SCALARS:
-                dtype = torch.int64 if key == "root_failures" else torch.float32
+                dtype = torch.int64 if key == "root_failures" else real
                 self._columns[key] = torch.zeros(
                     len(self.parameters), dtype=dtype, device=self.device
                 )
