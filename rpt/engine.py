@@ -144,6 +144,9 @@ def _start(
         ],
         units=[r["unit"] for r in records],
         positions=item.members,
+        shapes=stack.shapes
+        if item.index is None or stack.shapes is None
+        else stack.shapes[item.index],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]

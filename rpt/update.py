@@ -55,6 +55,7 @@ class Members:
         root_ages: steps since each one's last refresh; None for a matrix without roots.
         units: what each gradient was divided by.
         positions: of each in the stack, which spreads refreshes by age over the steps.
+        shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
         shaped: whether any of them may have a polar weight above zero.
     """
 
@@ -63,6 +64,7 @@ class Members:
     units: list[float]
     positions: list[int]
     shaped: bool
+    shapes: Tensor | None = None
 
 
 @dataclass
@@ -244,15 +246,17 @@ def _refresh(
         return None
     absolute = _absolute(rule.eps, members.units, correction).square_()
     if len(due) == len(correction):
-        refresh = backend.refresh(metric, shape, correction, Damping(rule.matrix_ridge, absolute))
+        damping = Damping(rule.matrix_ridge, absolute, members.shapes)
+        refresh = backend.refresh(metric, shape, correction, damping)
         condition, failures = state["root_condition"], state["root_failures"]
         condition.copy_(torch.where(refresh.failed, condition, refresh.condition))
         failures += refresh.failed
         return refresh.failed
     index = torch.tensor(due, device=correction.device)
     part = {key: value[index] for key, value in metric.items()}
+    shapes = None if members.shapes is None else members.shapes[index]
     refresh = backend.refresh(
-        part, shape, correction[index], Damping(rule.matrix_ridge, absolute[index])
+        part, shape, correction[index], Damping(rule.matrix_ridge, absolute[index], shapes)
     )
     for key, value in part.items():
         metric[key][index] = value
