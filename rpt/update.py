@@ -184,18 +184,18 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
     """Which matrices need new roots whatever their drift.
 
     With a drift threshold: those without roots or `max_root_staleness` steps old, exactly as
-    published. Without one, age decides alone: often while the covariance is young, later every
-    `max_root_staleness` steps or so, spread so that the matrices of a stack do not all fall due at once.
+    published. Without one, age decides alone: often while the covariance is young, later after between
+    half of `max_root_staleness` and all of it, so that a stack's matrices do not all fall due at once.
     """
     due = []
     for step, age, position in zip(
         members.steps, members.root_ages, members.positions, strict=True
     ):
-        limit = float(rule.max_root_staleness)
+        limit = rule.max_root_staleness
         if rule.root_drift_threshold is None:
             # Multiples of the golden ratio are spread evenly in [0, 1).
-            spread = 0.75 + 0.5 * (position * 0.6180339887498949 % 1.0)
-            limit = max(1.0, min(limit * spread, step * spread / 4))
+            spread = 0.5 + 0.5 * (position * 0.6180339887498949 % 1.0)
+            limit = max(1, int(min(limit, step / 3) * spread))
         due.append(age is None or age >= limit)
     return due
 
