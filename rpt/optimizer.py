@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -142,6 +143,11 @@ class ResidualPolarTransport(ObservingOptimizer):
 
     def _begin(self) -> None:
         """Set up what is never serialised."""
+        # Whoever compiles step() gets it as it is: its host decisions would be traced anew each time.
+        # Done here because importing torch.compiler's machinery takes seconds that `import rpt` saves.
+        update = ResidualPolarTransport._update
+        if not hasattr(update, "_torchdynamo_disable"):
+            ResidualPolarTransport._update = torch.compiler.disable(update)  # type: ignore[method-assign]
         self._registry = StackRegistry()
         self._stage = ObservationStage(self.observer_settings)
         self._attachment = None
@@ -240,6 +246,19 @@ class ResidualPolarTransport(ObservingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        """The step without its closure, in full precision whatever autocast surrounds it."""
+        kinds = {p.device.type for group in self.param_groups for p in group["params"]}
+        with ExitStack() as precision:
+            for kind in kinds:
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                    precision.enter_context(torch.autocast(kind, enabled=False))
+            self._update_in_full_precision()
+
+    def _update_in_full_precision(self) -> None:
         self._check_edited_groups()
         live, peaks = self._finite(self._live_gradients())
         self._registry.ensure(
@@ -275,7 +294,6 @@ class ResidualPolarTransport(ObservingOptimizer):
                     for p, q in zip(item.parameters, item.step.coherence, strict=True)
                 }
             )
-        return loss
 
     def _live_gradients(self) -> list[tuple[int, Tensor, Tensor]]:
         """(group index, parameter, gradient) of all that take part; refuses before any change."""

@@ -192,7 +192,7 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
         limit = float(rule.max_root_staleness)
         if rule.root_drift_threshold is None:
             # Multiples of the golden ratio are spread evenly in [0, 1).
-            spread = 0.75 + 0.5 * (position * 0.6180339887498949 % 1.0)
+            spread = 0.75 + 0.25 * (position * 0.6180339887498949 % 1.0)
             limit = max(1.0, min(limit * spread, step * spread / 4))
         due.append(age is None or age >= limit)
     return due
