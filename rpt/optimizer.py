@@ -212,8 +212,8 @@ class ResidualPolarTransport(ObservingOptimizer):
             return resolve_roots(name)
         except ValueError as error:
             raise ValueError(
-                f"{error}. If a checkpoint brought it, build the optimizer with the same "
-                "roots=instance before loading"
+                f"{error}. If it is a backend of your own, build the optimizer with that instance as "
+                "roots= before loading"
             ) from error
 
     def parameter_name(self, group_index: int, index: int) -> str:
@@ -425,6 +425,8 @@ class ResidualPolarTransport(ObservingOptimizer):
             ValueError: groups, parameter shapes or root backends that do not match.
         """
         check_loadable(self, state_dict)
+        for group in state_dict["param_groups"]:
+            self._backend(group.get("roots", "auto"))
         seen: dict[str, Any] = {}
         # Registered last, so that it sees what the user's own hooks made of the state.
         handle = self.register_load_state_dict_pre_hook(lambda _, final: seen.update(final))
