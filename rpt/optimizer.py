@@ -405,7 +405,13 @@ class ResidualPolarTransport(ObservingOptimizer):
 
     # -- checkpoints --------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on: plain numbers, text and tensors."""
+        self._note_observation_ages()
+        return super().state_dict()
+
     def __getstate__(self) -> dict[str, Any]:
+        self._note_observation_ages()
         state = super().__getstate__()
         return state | {
             "_custom_roots": self._custom_roots,
@@ -437,6 +443,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         restore_dtypes(self, seen)
         for group in self.param_groups:
             complete_group(group, self.defaults)
+        self._restore_observation_ages()
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:

@@ -127,7 +127,7 @@ class Stack:
         counters["unit"] = 0.0
         # The largest gradient entry in the covariance's memory, and what it was at the last refresh.
         counters["peak"] = 0.0
-        roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0}
+        roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0, "observation_age": 0}
         return counters | (roots if self.is_matrix else {})
 
     def adopt(self, index: int, record: dict[str, Any]) -> None:
