@@ -157,7 +157,10 @@ class Stack:
         # 0 until the first non-zero gradient. float32 then works in units of a power of two near its
         # largest entry, float64 in ones.
         counters["unit"] = 0.0
-        return counters | ({"last_root_step": 0, "root_refreshes": 0} if self.is_matrix else {})
+        # The largest gradient entry in the covariance's memory, and what it was at the last refresh.
+        counters["peak"] = 0.0
+        roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0, "observation_age": 0}
+        return counters | (roots if self.is_matrix else {})
 
     def adopt(self, index: int, record: dict[str, Any]) -> None:
         """Take over one parameter's earlier state and leave views of the stack in its place.

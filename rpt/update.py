@@ -56,6 +56,7 @@ class Members:
         units: what each gradient was divided by.
         positions: of each in the stack, which spreads refreshes by age over the steps.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
+        outgrown: whether its gradients have become much larger than those its roots were made of.
         shaped: whether any of them may have a polar weight above zero.
     """
 
@@ -63,6 +64,7 @@ class Members:
     root_ages: list[int | None]
     units: list[float]
     positions: list[int]
+    outgrown: list[bool]
     shaped: bool
     shapes: Tensor | None = None
 
@@ -185,17 +187,19 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
 
     With a drift threshold: those without roots or `max_root_staleness` steps old, exactly as
     published. Without one, age decides alone: often while the covariance is young, later after between
-    half of `max_root_staleness` and all of it, so that a stack's matrices do not all fall due at once.
+    half of `max_root_staleness` and all of it, so that a stack's matrices do not all fall due at once;
+    and at once where the gradient has outgrown its roots, which would pass it on at a length that
+    drowns the momentum for hundreds of steps.
     """
     due = []
-    for step, age, position in zip(
-        members.steps, members.root_ages, members.positions, strict=True
+    for step, age, position, outgrown in zip(
+        members.steps, members.root_ages, members.positions, members.outgrown, strict=True
     ):
         limit = rule.max_root_staleness
         if rule.root_drift_threshold is None:
             # Multiples of the golden ratio are spread evenly in [0, 1).
             spread = 0.5 + 0.5 * (position * 0.6180339887498949 % 1.0)
-            limit = max(1, int(min(limit, step / 3) * spread))
+            limit = 0 if outgrown else max(1, int(min(limit, step / 3) * spread))
         due.append(age is None or age >= limit)
     return due
 

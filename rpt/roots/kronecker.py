@@ -218,7 +218,10 @@ def _resolve_text(spec: str) -> RootBackend:
         call = ast.parse(spec if "(" in spec else f"{spec}()", mode="eval").body
         assert isinstance(call, ast.Call)
         assert not call.args
-        options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        try:
+            options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        except ValueError as error:
+            raise SyntaxError("not a literal") from error
         return by_name[name](**options)
     except (SyntaxError, AssertionError, TypeError) as error:
         known = ", ".join(f.name for f in fields(by_name[name]))  # type: ignore[arg-type]
