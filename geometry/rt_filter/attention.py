@@ -539,4 +539,3 @@ def _kernel(
         estimate.direction.masked_fill(~visible[..., None], 0.0),
         torch.where(visible, estimate.magnitude, inputs.query_magnitude),
     )
-

@@ -92,7 +92,9 @@ class FilterAttention(nn.Module):
         1/d_model into the head, 1/width out of it."""
         for projection in (self.query_projection, self.key_projection, self.value_projection):
             nn.init.normal_(projection.weight, std=self.d_model**-0.5)
-        nn.init.normal_(self.output_projection.weight, std=(2 * self.head_dim * self.num_heads) ** -0.5)
+        nn.init.normal_(
+            self.output_projection.weight, std=(2 * self.head_dim * self.num_heads) ** -0.5
+        )
 
     def optimizer_observation_modules(self) -> tuple[nn.Module, ...]:
         """The output projection: the first matrix to read what attention made."""
@@ -256,9 +258,7 @@ def rotate_pair(x: Tensor, turn: tuple[Tensor, Tensor], *, inverse: bool = False
     return apply_rotation(x, *turn, inverse=inverse)
 
 
-def quarantine(
-    view: Visibility, *tensors: Tensor
-) -> tuple[list[Tensor], Tensor]:
+def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
     """Replace keys that are not finite by zeros; say which queries see one, (batch, 1 or heads, q).
 
     Args:

@@ -77,7 +77,9 @@ def _prepare(
         )
     padding = None
     if valid is not None:
-        padding = check_padding_mask(~valid.expand(shape[:-1]).reshape(batch, tokens), batch, tokens)
+        padding = check_padding_mask(
+            ~valid.expand(shape[:-1]).reshape(batch, tokens), batch, tokens
+        )
         flat = flat.masked_fill(padding.unsqueeze(-1), 0.0)
     turn = rotation(rotation_angles(relative, frequencies), flat.dtype)
     rotated = apply_rotation(flat, *turn, inverse=True)
@@ -189,9 +191,7 @@ def rt_filter(
             m.unsqueeze(1),
             observed_magnitude.unsqueeze(1),
         )
-        return polar_estimate(
-            inputs, problem.view, scalars, chosen, precision=True, weights=True
-        )
+        return polar_estimate(inputs, problem.view, scalars, chosen, precision=True, weights=True)
 
     direction, magnitude = observed, observed_magnitude
     if start == "consensus":

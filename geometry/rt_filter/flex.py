@@ -116,9 +116,7 @@ def _with_normaliser(
 
     request = getattr(module, "AuxRequest", None)
     if request is None:
-        return run(
-            inputs.query, inputs.key, values, score_mod=score, scale=1.0, return_lse=True
-        )
+        return run(inputs.query, inputs.key, values, score_mod=score, scale=1.0, return_lse=True)
     out, auxiliary = run(
         inputs.query,
         inputs.key,

@@ -60,7 +60,12 @@ def _slabs(heads: int, batch: int, queries: int, keys: int, ahead: int) -> list[
             stop = min(start + length, queries)
             seen = keys if ahead < 0 else min(keys, ahead + stop)
             found.append(
-                _Slab(slice(first, min(first + group, heads)), slice(start, stop), seen, queries - stop)
+                _Slab(
+                    slice(first, min(first + group, heads)),
+                    slice(start, stop),
+                    seen,
+                    queries - stop,
+                )
             )
     return found
 
@@ -112,7 +117,9 @@ class _Work:
 
     def rows(self, slab: _Slab, reversed_tensor: Tensor) -> Tensor:
         total = reversed_tensor.shape[2]
-        return reversed_tensor[slab.heads, :, total - slab.queries.stop : total - slab.queries.start]
+        return reversed_tensor[
+            slab.heads, :, total - slab.queries.stop : total - slab.queries.start
+        ]
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.memory:
@@ -371,8 +378,8 @@ def _backward_radial(
         grads.add_table(RHO, slab, product)
         off_grad = pull.mul_(work.table(RHO, slab)).mul_(-2.0)
         total = work.own.shape[2]
-        grads.own[heads, :, total - slab.queries.stop : total - slab.queries.start] = (
-            -off_grad.sum(-1)
+        grads.own[heads, :, total - slab.queries.stop : total - slab.queries.start] = -off_grad.sum(
+            -1
         )
         projected_grad.add_(off_grad)
     cosine_grad.addcmul_(projected_grad, saved.moved)
@@ -408,7 +415,9 @@ def _polar_forward(
         saved = _forward_slab(work, slab)
         _bmm_rows(work, slab, direction, saved)
         if saved.radial is not None and saved.projected is not None:
-            product = torch.mul(saved.radial, saved.projected, out=work.scratch("logits", saved.gap.shape))
+            product = torch.mul(
+                saved.radial, saved.projected, out=work.scratch("logits", saved.gap.shape)
+            )
             work.rows(slab, mean).copy_(product.sum(-1))
     return (
         direction.flip(2).transpose(0, 1).contiguous(),
@@ -472,9 +481,7 @@ def _polar_backward(
 
 @_polar_backward.register_fake
 def _(direction_grad, magnitude_grad, direction, mean, *inputs):  # type: ignore[no-untyped-def]
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:7]
-    )
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:7])
 
 
 def _save_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -145,8 +145,7 @@ class PolarTransformer(nn.Module):
             raise ValueError(f"need vocab_size, num_layers ≥ 1, got {vocab_size}, {num_layers}")
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.blocks = nn.ModuleList(
-            PolarTransformerBlock(d_model, num_heads, eps=eps, **options)
-            for _ in range(num_layers)
+            PolarTransformerBlock(d_model, num_heads, eps=eps, **options) for _ in range(num_layers)
         )
         self.final_norm = nn.RMSNorm(d_model, eps=eps)
         self.head = nn.Linear(d_model, vocab_size, bias=False)

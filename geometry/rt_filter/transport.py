@@ -26,9 +26,9 @@ __all__ = [
     "process_variance",
     "relative_times",
     "rotary_frequencies",
-    "rotation_angles",
     "rotate",
     "rotation",
+    "rotation_angles",
     "transport_state",
 ]
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rpt.geometry.rt_filter import (
     decay_factor,
     geodesic_angle,
@@ -45,7 +44,9 @@ def test_rotations_compose_and_invert(first, second):
     omega = rotary_frequencies(3).double()
 
     def turn(time, y, **options):
-        return rotate(y, rotation_angles(torch.full((2,), time, dtype=torch.float64), omega), **options)
+        return rotate(
+            y, rotation_angles(torch.full((2,), time, dtype=torch.float64), omega), **options
+        )
 
     torch.testing.assert_close(turn(first, turn(second, x)), turn(first + second, x))
     torch.testing.assert_close(turn(first, turn(first, x), inverse=True), x)
@@ -89,9 +90,7 @@ def test_sphere_maps_at_the_ends():
 def test_positive_parameters_start_where_they_say():
     for value in (1e-3, 0.01, 1.0, 4.0, 30.0, 100.0):
         parameter = PositiveParameter(value, (3,))
-        torch.testing.assert_close(
-            parameter().detach(), torch.full((3,), value), rtol=2e-6, atol=0
-        )
+        torch.testing.assert_close(parameter().detach(), torch.full((3,), value), rtol=2e-6, atol=0)
         assert math.log1p(math.exp(inverse_softplus(value))) == pytest.approx(value, rel=1e-12)
     assert float(UnitIntervalParameter(0.5)().detach()) == 0.5
     with pytest.raises(ValueError, match="positive"):
