@@ -103,7 +103,7 @@ def test_case_25_what_is_masked_never_leaks(layer, backend, bad):
     # Under a causal mask: rows before the damage are unharmed, rows after it say so.
     late = x.clone()
     late[:, 3] = bad
-    for call in (dict(causal=True), dict(attn_mask=torch.ones(6, 6, dtype=torch.bool).tril())):
+    for call in ({"causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}):
         y = attention(late, **call)
         torch.testing.assert_close(y[:, :3], attention(x, causal=True)[:, :3], rtol=1e-6, atol=1e-6)
         assert torch.isnan(y[:, 3:]).all()
@@ -169,7 +169,7 @@ def test_case_28_stepwise_equals_full(kind, dtype, tolerance, timed):
     times = torch.tensor([0.0, 0.5, 1.25, 7.0, 7.5, 8.0, 20.0, 21.0], dtype=torch.float64) + 1.7e9
 
     def call(start, stop, cache=None):
-        when = dict(times=times[start:stop]) if timed else {}
+        when = {"times": times[start:stop]} if timed else {}
         return layer(x[:, start:stop], cache=cache, **when)
 
     full = call(0, 8)

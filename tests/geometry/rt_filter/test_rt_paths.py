@@ -12,6 +12,7 @@ from rpt.geometry.rt_filter import (
     chunked,
     kernel,
     kernel_estimate,
+    kernel_slabs,
     polar_estimate,
 )
 from torch.nn import functional as F
@@ -29,8 +30,8 @@ SETTINGS = {
 @pytest.fixture
 def small_slabs(monkeypatch):
     """Force many slices and head groups on small inputs."""
-    monkeypatch.setattr(kernel, "SLAB_ELEMENTS", 600)
-    monkeypatch.setattr(kernel, "MAX_SLICE", 8)
+    monkeypatch.setattr(kernel_slabs, "SLAB_ELEMENTS", 600)
+    monkeypatch.setattr(kernel_slabs, "MAX_SLICE", 8)
     monkeypatch.setattr(chunked, "SLAB_ELEMENTS", 600)
 
 
@@ -100,13 +101,13 @@ def test_dense_path_has_right_first_and_second_derivatives():
 
 OPTIONS = {
     "default": {},
-    "exact": dict(directional="exact"),
-    "bayes": dict(gain="bayes"),
-    "shared": dict(radial="shared"),
-    "process noise": dict(process_noise=0.3),
-    "context": dict(context_rotation=True),
-    "learned frequencies": dict(learn_frequencies=True),
-    "exponential": dict(weights="exponential"),
+    "exact": {"directional": "exact"},
+    "bayes": {"gain": "bayes"},
+    "shared": {"radial": "shared"},
+    "process noise": {"process_noise": 0.3},
+    "context": {"context_rotation": True},
+    "learned frequencies": {"learn_frequencies": True},
+    "exponential": {"weights": "exponential"},
 }
 
 
@@ -119,9 +120,9 @@ def test_layers_agree_on_every_path(small_slabs, name, situation):
     x = torch.randn(2, 23, 12, dtype=torch.float64, requires_grad=True)
     call = {
         "grid": {},
-        "times": dict(times=torch.rand(2, 23, dtype=torch.float64).sort(-1).values * 30),
-        "padding": dict(key_padding_mask=torch.arange(23) < torch.tensor([[0], [4]])),
-        "mask": dict(attn_mask=torch.rand(23, 23) > 0.3),
+        "times": {"times": torch.rand(2, 23, dtype=torch.float64).sort(-1).values * 30},
+        "padding": {"key_padding_mask": torch.arange(23) < torch.tensor([[0], [4]])},
+        "mask": {"attn_mask": torch.rand(23, 23) > 0.3},
     }[situation]
     results = []
     for backend in ("dense", "chunked"):
@@ -143,7 +144,7 @@ def test_layers_agree_on_every_path(small_slabs, name, situation):
 def test_robust_filter_attention_agrees_on_both_paths(small_slabs, situation):
     layer = RobustFilterAttention(12, 3).double()
     x = torch.randn(2, 23, 12, dtype=torch.float64, requires_grad=True)
-    call = {} if situation == "grid" else dict(times=torch.rand(23, dtype=torch.float64) * 30)
+    call = {} if situation == "grid" else {"times": torch.rand(23, dtype=torch.float64) * 30}
     results = []
     for backend in ("dense", "chunked"):
         layer.backend = backend
@@ -195,9 +196,9 @@ def test_flex_attention_gives_the_same_values(situation):
     x = torch.randn(2, 20, 16)
     call = {
         "grid": {},
-        "times": dict(times=torch.rand(20) * 30),
-        "padding": dict(key_padding_mask=torch.arange(20) < torch.tensor([[0], [4]])),
-        "mask": dict(attn_mask=torch.rand(20, 20) > 0.3),
+        "times": {"times": torch.rand(20) * 30},
+        "padding": {"key_padding_mask": torch.arange(20) < torch.tensor([[0], [4]])},
+        "mask": {"attn_mask": torch.rand(20, 20) > 0.3},
     }[situation]
     with torch.no_grad():
         layer.backend = "dense"
@@ -231,7 +232,7 @@ def test_compiles_without_graph_breaks(kind):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 30, 16, requires_grad=True)
     padding = torch.arange(30) < torch.tensor([[0], [4]])
-    for call in ({}, dict(times=torch.arange(30) * 0.5, key_padding_mask=padding)):
+    for call in ({}, {"times": torch.arange(30) * 0.5, "key_padding_mask": padding}):
         results = []
         for f in (layer, compiled):
             y = f(x, **call)
@@ -267,7 +268,7 @@ def peak_memory(tokens, times):
     """Largest sum of live tensors during forward and backward, in MiB, as the allocator counts."""
     layer = PolarAttention(32, 2, head_dim=8)
     x = torch.randn(1, tokens, 32, requires_grad=True)
-    call = dict(times=torch.arange(tokens) * 0.5) if times else {}
+    call = {"times": torch.arange(tokens) * 0.5} if times else {}
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
         layer(x, **call).sum().backward()

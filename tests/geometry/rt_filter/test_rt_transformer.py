@@ -67,7 +67,7 @@ def test_blocks_declare_their_observation_boundaries():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(standard=True), dict(gain="bayes"), dict(context_rotation=True)]
+    "options", [{}, {"standard": True}, {"gain": "bayes"}, {"context_rotation": True}]
 )
 def test_cached_passes_equal_the_full_one(options):
     model = PolarTransformer(20, 16, 2, 3, **options).double()
@@ -122,7 +122,7 @@ def test_later_tokens_never_reach_earlier_logits():
     torch.testing.assert_close(model(tokens)[:, :6], model(changed)[:, :6], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, dict(gain="bayes", radial="shared"), dict(standard=True)])
+@pytest.mark.parametrize("options", [{}, {"gain": "bayes", "radial": "shared"}, {"standard": True}])
 def test_it_learns_to_copy(options):
     """Repeat the first half of a sequence: needs attention by position and content."""
     model = PolarTransformer(8, 32, 2, 2, **options)
