@@ -10,4 +10,7 @@ if not _os.path.isdir(_os.path.join(_here, "geometry")) and _os.path.isfile(
 ):
     __path__.append(_checkout)
 
+from .optimizer import ResidualPolarTransport  # noqa: E402
+
 __version__ = "0.1.0"
+__all__ = ["ResidualPolarTransport"]

@@ -1,0 +1,204 @@
+"""One block of polar attention, queries × keys: forward sums and closed-form gradients.
+
+Plain values, no autograd. With c_ij of `score.py`, D = arcosh(1 + c), scores −g D² + bias and
+weights P, the centroid needs V = Σ_j P sinh(a_j) u_j and F = Σ_j P f_ij,
+f_ij = e^−a_j + sinh a_j ½‖û_i − u_j‖², û = V/‖V‖ (Polar-ViT paper, Eq. 6: F = E + S).
+
+c and f are exact to the resolution of float32 points. On a CPU each is one float64 product of the
+float32 vectors: products of their entries are exact there, and what cancels is 1e-16, not 1e-7
+(a float32 product identity is wrong by tens of percent at radius 8). Elsewhere, and for float64
+points, they come from differences (`cdist`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chord import half_squared_differences
+from .score import ScoreCoordinates
+
+__all__ = [
+    "BlockGradients",
+    "BlockScores",
+    "Upstream",
+    "Values",
+    "block_gradients",
+    "block_scores",
+    "block_terms",
+]
+
+# Below it D/sinh D is 1 to the last bit; it keeps the quotient defined at c = 0.
+_TINY = 1e-30
+
+
+class Values(NamedTuple):
+    """sinh a (…, M), e^−a (…, M), u (…, M, n) and sinh(a) u (…, M, n) of the value points."""
+
+    sinh: Tensor
+    falling: Tensor
+    u: Tensor
+    space: Tensor
+
+    @classmethod
+    def of(cls, a: Tensor, u: Tensor) -> Values:
+        """From polar form; a must be within the range of sinh."""
+        sinh = torch.sinh(a)
+        return cls(sinh, torch.exp(-a), u, sinh.unsqueeze(-1) * u)
+
+    def part(self, start: int, stop: int) -> Values:
+        """The keys from `start` to `stop`."""
+        return Values(
+            self.sinh[..., start:stop],
+            self.falling[..., start:stop],
+            self.u[..., start:stop, :],
+            self.space[..., start:stop, :],
+        )
+
+
+class BlockScores(NamedTuple):
+    """c, D² and D/sinh D, each (…, N, M)."""
+
+    c: Tensor
+    squared: Tensor
+    ratio: Tensor
+
+
+class Upstream(NamedTuple):
+    """Per query row: ∂V (…, N, n), ∂F (…, N), Σ_j P_ij ∂P_ij (…, N) and û (…, N, n)."""
+
+    by_sum: Tensor
+    by_deficit: Tensor
+    row_mean: Tensor
+    direction: Tensor
+
+
+class BlockGradients(NamedTuple):
+    """Gradients by the queries' and keys' (level, scale, vector), the values' a, u, and by the
+    gain, whose share is (…) per batch entry and head. Those of queries and keys still lack −2g."""
+
+    query: tuple[Tensor, Tensor, Tensor]
+    key: tuple[Tensor, Tensor, Tensor]
+    a: Tensor
+    u: Tensor
+    gain: Tensor
+
+
+def _by_product(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+def _block_c(query: ScoreCoordinates, key: ScoreCoordinates) -> Tensor:
+    if not _by_product(query.vector):
+        # 2 sinh²(½δ) is ½(x − 1/x)², x = e^(δ/2): no transcendental function per pair.
+        x = torch.exp(0.5 * query.level).unsqueeze(-1) * torch.exp(-0.5 * key.level).unsqueeze(-2)
+        half = x.reciprocal().sub_(x)
+        c = half_squared_differences(query.vector, key.vector)
+        c.mul_(query.scale.unsqueeze(-1)).mul_(key.scale.unsqueeze(-2))
+        return c.addcmul_(half, half, value=0.5)
+    # One product for α β (½‖p‖² + ½‖q‖² − p·q) + ½ e^δ + ½ e^−δ − 1.
+    level, scale, p = (t.double() for t in query)
+    rise, scale = torch.exp(level).unsqueeze(-1), scale.unsqueeze(-1)
+    half_norm = 0.5 * (p * p).sum(-1, keepdim=True)
+    rows = torch.cat(
+        [scale * p, scale * half_norm, scale, 0.5 * rise, 0.5 / rise, torch.ones_like(rise)], -1
+    )
+    level, scale, q = (t.double() for t in key)
+    rise, scale = torch.exp(level).unsqueeze(-1), scale.unsqueeze(-1)
+    half_norm = 0.5 * (q * q).sum(-1, keepdim=True)
+    columns = torch.cat(
+        [-scale * q, scale, scale * half_norm, 1.0 / rise, rise, -torch.ones_like(rise)], -1
+    )
+    return (rows @ columns.mT).float()
+
+
+def block_scores(query: ScoreCoordinates, key: ScoreCoordinates) -> BlockScores:
+    """c, D² and D/sinh D of all pairs."""
+    # Shifts may carry points beyond the range of float32; the score is as good as −∞ there.
+    c = _block_c(query, key)
+    c.clamp_(_TINY, torch.finfo(c.dtype).max / 32.0)
+    sinh_d = torch.add(c, 2.0).sqrt_().mul_(c.sqrt())
+    d = torch.add(c, sinh_d).log1p_()
+    ratio = torch.div(d, sinh_d, out=sinh_d)
+    return BlockScores(c, d.mul_(d), ratio)
+
+
+def block_terms(direction: Tensor, value: Values) -> Tensor:
+    """f_ij of query directions û (…, N, n) and values: (…, N, M)."""
+    if not _by_product(direction):
+        terms = half_squared_differences(direction, value.u)
+        return terms.mul_(value.sinh.unsqueeze(-2)).add_(value.falling.unsqueeze(-2))
+    direction, u = direction.double(), value.u.double()
+    sinh = value.sinh.double().unsqueeze(-1)
+    half_norm = 0.5 * (direction * direction).sum(-1, keepdim=True)
+    rows = torch.cat([direction, half_norm, torch.ones_like(half_norm)], -1)
+    constant = 0.5 * sinh * (u * u).sum(-1, keepdim=True) + value.falling.double().unsqueeze(-1)
+    columns = torch.cat([-sinh * u, sinh, constant], -1)
+    return (rows @ columns.mT).float().clamp_(min=0.0)
+
+
+def _one_side(
+    own: ScoreCoordinates, other: ScoreCoordinates, by_c: Tensor, by_c_c: Tensor, centre: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by (level, scale, vector) of one side; the sums over the other share a product.
+
+    Σ_j g β_j (p − q_j) with both centred (Eq. 25); Σ_j g sinh δ_j from Σ_j g e^±σ_j, as exact as
+    the levels are; and α ∂/∂α = Σ_j g (c_ij − (cosh δ_ij − 1)) from the exact c.
+    """
+    rise = torch.exp(other.level).unsqueeze(-1)
+    scale = other.scale.unsqueeze(-1)
+    columns = [scale * (other.vector - centre), scale, rise, 1.0 / rise, torch.ones_like(rise)]
+    sums = by_c @ torch.cat(columns, -1)
+    pull, total, rising, falling, plain = sums.split([own.vector.shape[-1], 1, 1, 1, 1], -1)
+    own_scale = own.scale.unsqueeze(-1)
+    at_origin = own_scale == 0
+    by_vector = ((own.vector - centre) * total - pull) * torch.where(at_origin, 1.0, own_scale)
+    own_rise = torch.exp(own.level).unsqueeze(-1)
+    up, down = 0.5 * own_rise * falling, 0.5 * rising / own_rise
+    angular = by_c_c.unsqueeze(-1) - (up + down - plain)
+    by_scale = torch.where(at_origin, 0.0, angular / torch.where(at_origin, 1.0, own_scale))
+    return (up - down).squeeze(-1), by_scale.squeeze(-1), by_vector
+
+
+def block_gradients(
+    query: ScoreCoordinates,
+    key: ScoreCoordinates,
+    value: Values,
+    scores: BlockScores,
+    p: Tensor,
+    terms: Tensor,
+    upstream: Upstream,
+) -> BlockGradients:
+    """One block's share of all gradients, given its P and f.
+
+    û counts as constant in F, which is exact: F is stationary in it.
+    """
+    n = value.u.shape[-1]
+    by_deficit = upstream.by_deficit.unsqueeze(-1)
+    centre = value.u.mean(-2, keepdim=True)
+    both = torch.cat([upstream.by_sum, by_deficit * (upstream.direction - centre), by_deficit], -1)
+    pull_sum, pull_direction, pull = (p.mT @ both).split([n, n, 1], -1)
+    zero = value.sinh == 0
+    safe_sinh = torch.where(zero, 1.0, value.sinh)
+    by_u = (pull_sum + (value.u - centre) * pull - pull_direction) * safe_sinh.unsqueeze(-1)
+    pull = pull.squeeze(-1)
+    by_terms = ((p * terms).mT @ by_deficit).squeeze(-1)
+    by_chord = torch.where(zero, 0.0, (by_terms - value.falling * pull) / safe_sinh)
+    by_sinh = (value.u * pull_sum).sum(-1) + by_chord
+    by_a = (value.sinh + value.falling) * by_sinh - value.falling * pull
+
+    by_p = (upstream.by_sum @ value.space.mT).addcmul_(terms, by_deficit)
+    by_score = by_p.sub_(upstream.row_mean.unsqueeze(-1)).mul_(p)
+    by_gain = -(by_score * scores.squared).sum((-2, -1))
+    by_c = by_score.mul_(scores.ratio)
+    by_c_c = by_c * scores.c
+    key_centre = key.vector.mean(-2, keepdim=True)
+    return BlockGradients(
+        _one_side(query, key, by_c, by_c_c.sum(-1), key_centre),
+        _one_side(key, query, by_c.mT, by_c_c.sum(-2), key_centre),
+        by_a,
+        by_u,
+        by_gain,
+    )

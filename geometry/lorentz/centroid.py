@@ -1,0 +1,117 @@
+"""The weighted Lorentz centroid as sums of non-negative terms (Polar-ViT paper, Eq. 6, 7, 22)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .chord import pair_chord
+from .convert import asinh_of_norm, unit_space
+from .distance import half_squared_chord
+from .point import (
+    Point,
+    PointLike,
+    check_curvature,
+    is_origin,
+    promote,
+    radius_limit,
+    without_autocast,
+)
+from .scalar import norm_and_direction
+
+__all__ = ["centroid", "centroids", "point_from_sums"]
+
+
+def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
+    """The centroid from V = Σ w sinh(a) u (…, n) and E + S = T − ‖V‖ (…), T = Σ w cosh a.
+
+    a_μ = ½[ln(E+S+2‖V‖) − ln(E+S)], because T + ‖V‖ = E + S + 2‖V‖; for small radii
+    arsinh(‖V‖/√((E+S)(T+‖V‖))). All-zero sums (no weight at all) give the origin.
+    """
+    weightless = deficit <= 0
+    deficit = torch.where(weightless, 1.0, deficit)
+    norm = norm_and_direction(space_sum)[0]
+    total = deficit + 2.0 * norm
+    root = torch.sqrt(deficit) * torch.sqrt(total)
+    norm, direction = norm_and_direction(space_sum, at_zero=root)
+    sinh_radius = norm / root
+    large = sinh_radius > 1.0
+    log_form = 0.5 * (torch.log(total) - torch.log(deficit))
+    small_form = asinh_of_norm(torch.where(large, 0.0, sinh_radius))
+    return Point(torch.where(large, log_form, small_form), direction)
+
+
+def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """sinh a, e^−a, u, sinh(a) u, and u at origins (0 elsewhere); radii limited."""
+    ((a, u),) = promote(points)
+    a = a.clamp(max=radius_limit(a.dtype))
+    at_origin = torch.where(is_origin(a, u).unsqueeze(-1), u, 0.0)
+    return torch.sinh(a), torch.exp(-a), u, unit_space(a, u), at_origin
+
+
+def _check_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        raise TypeError("weights must be a floating-point tensor of non-negative numbers")
+    return weights.to(dtype)
+
+
+def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Tensor = 1.0) -> Point:
+    """Weighted Lorentz centroid √k Σwx / ‖Σwx‖ (Law et al. 2019) over the last axis of `a`.
+
+    Args:
+        points: a of shape (…, N), u of shape (…, N, n); radii are limited to `radius_limit`, beyond
+            which the derivative by a weight leaves the range of the dtype.
+        weights: (…, N), non-negative, of any sum; None means equal. The values are not checked.
+        k: has no influence on the result in polar form; accepted so that every operation can be
+            called alike.
+
+    Returns:
+        Points of shapes (…) and (…, n). All-zero weights, and N = 0, give the origin with finite
+        gradients.
+    """
+    sinh_a, falling, u, space, at_origin = _terms(points)
+    check_curvature(k, u)
+    if sinh_a.dim() == 0:
+        raise ValueError("centroid needs a set of points: a of shape (…, N), u of (…, N, n)")
+    if weights is None:
+        weights = torch.full_like(sinh_a, 1.0 / max(sinh_a.shape[-1], 1))
+    weights = _check_weights(weights, u.dtype)
+    if weights.dim() == 0 or weights.shape[-1] != sinh_a.shape[-1]:
+        raise ValueError(
+            f"weights must have shape (…, {sinh_a.shape[-1]}), one per point, got "
+            f"{tuple(weights.shape)}; for a matrix of weights use centroids"
+        )
+    space_sum = (weights.unsqueeze(-1) * space).sum(-2)
+    direction = norm_and_direction(space_sum)[1].unsqueeze(-2)
+    # Zero in value: the derivative of T − ‖V‖ by the space coordinates of a point at the origin.
+    from_origin = (at_origin * direction).sum(-1)
+    terms = falling + sinh_a * half_squared_chord(u, direction) - from_origin
+    deficit = (weights * terms).sum(-1)
+    return point_from_sums(space_sum, deficit)
+
+
+def centroids(points: PointLike, weights: Tensor) -> Point:
+    """Centroids of one set of points under every row of a weight matrix.
+
+    Args:
+        points: a of shape (…, M), u of shape (…, M, n); radii are limited to `radius_limit`.
+        weights: (…, N, M), non-negative.
+
+    Returns:
+        Points of shapes (…, N) and (…, N, n). Needs memory for a few (N, M) tensors, no (N, M, n).
+    """
+    sinh_a, falling, u, space, at_origin = _terms(points)
+    weights = _check_weights(weights, u.dtype)
+    if weights.dim() < 2 or weights.shape[-1] != sinh_a.shape[-1]:
+        raise ValueError(
+            f"weights must have shape (…, N, {sinh_a.shape[-1]}), got {tuple(weights.shape)}"
+        )
+    with without_autocast(u.device.type):
+        space_sum = weights @ space
+        direction = norm_and_direction(space_sum)[1]
+        chord = pair_chord(direction, u)
+        terms = falling.unsqueeze(-2) + sinh_a.unsqueeze(-2) * chord
+        # Zero in value: the derivative by the space coordinates of a point at the origin.
+        from_origin = ((weights @ at_origin) * direction).sum(-1)
+        deficit = (weights * terms).sum(-1) - from_origin
+    return point_from_sums(space_sum, deficit)

@@ -1,0 +1,124 @@
+"""Gyro layer normalization over the tokens of each sample (Polar-ViT paper, section 4.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .centroid import centroid
+from .curvature import Curvature, as_curvature_module
+from .distance import squared_distance
+from .gyro import gyro_add, gyro_negate, gyro_scale
+from .maps import exp_map_origin
+from .point import Point, PointLike, promote
+
+__all__ = ["GyroLayerNorm", "token_weights"]
+
+
+def token_weights(a: Tensor, key_padding_mask: Tensor | None, layer: str) -> tuple[Tensor, Tensor]:
+    """Equal weights (batch, P) over the tokens that are not padding, and their number (batch, 1).
+
+    Raises:
+        ValueError: the mask is no (batch, P) padding mask. A (tokens, tokens) mask is refused:
+            token means are not causal.
+    """
+    if key_padding_mask is None:
+        count = torch.full_like(a[..., :1], float(a.shape[-1]))
+        return torch.full_like(a, 1.0 / max(a.shape[-1], 1)), count
+    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != a.shape:
+        raise ValueError(
+            f"{layer} takes a boolean padding mask of shape {tuple(a.shape)} (True at padding), "
+            f"got {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}. It uses the mean over "
+            "tokens, so attention masks (causal ones among them) have no meaning for it"
+        )
+    kept = (~key_padding_mask).to(a.dtype)
+    count = kept.sum(-1, keepdim=True)
+    return kept / count.clamp(min=1.0), count
+
+
+def refuse_causal(is_causal: bool, layer: str) -> None:
+    """Refuse causal use, in words."""
+    if is_causal:
+        raise ValueError(
+            f"{layer} takes means over all tokens of a sample, later ones among them: it is not "
+            "causal. Use it in encoders only"
+        )
+
+
+class GyroLayerNorm(nn.Module):
+    """Centre the tokens of a sample at their centroid, rescale to a learned spread, translate.
+
+    x̂ = β ⊕ (γ/√(σ² + ε) ⊗ ((⊖x̄) ⊕ x)), σ² the mean squared distance to x̄. At the start γ =
+    √k arsinh√(n/k), the radius that a Euclidean layer norm gives, and β is the origin.
+
+    It uses the mean over tokens: **not causal**, for encoders only. A sample with a single token
+    has no spread; its token becomes the bias point β. Padding takes no part in the means, and
+    padded tokens are normalised like others.
+
+    Args:
+        features: n.
+        k: curvature −1/k, a number or a shared `Curvature`.
+        eps: ε, in units of squared radius.
+
+    Parameters: `log_gain`, the deviation of ln γ from its initial value (a scale parameter, not
+    decayed), and `bias` (n,), the tangent vector at the origin that β is the exponential of: all
+    Euclidean, none a matrix.
+    """
+
+    initial_log_gain: Tensor
+    undecayed_parameters = ("log_gain", "bias")
+
+    def __init__(self, features: int, *, k: float | Curvature = 1.0, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.features, self.eps = features, eps
+        self.curvature = as_curvature_module(k)
+        start = float(self.curvature().detach())
+        gain = math.sqrt(start) * math.asinh(math.sqrt(features / start))
+        self.log_gain = nn.Parameter(torch.zeros(()))
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.register_buffer("initial_log_gain", torch.tensor(math.log(gain)))
+
+    def forward(
+        self,
+        x: PointLike,
+        key_padding_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+    ) -> Point:
+        """Normalise points (batch, P), (batch, P, n) over P.
+
+        Args:
+            x: the tokens; leading dimensions are free.
+            key_padding_mask: (batch, P) bool, True at padding.
+            is_causal: refused; see above.
+        """
+        refuse_causal(is_causal, "GyroLayerNorm")
+        ((a, u),) = promote(x)
+        if a.dim() == 0 or u.shape[-1] != self.features:
+            raise ValueError(
+                f"expected points (…, tokens) and (…, tokens, {self.features}), got "
+                f"{tuple(a.shape)} and {tuple(u.shape)}"
+            )
+        k = self.curvature().to(a.dtype)
+        weights, count = token_weights(a, key_padding_mask, "GyroLayerNorm")
+        mean = centroid((a, u), weights)
+        mean = Point(mean.a.unsqueeze(-1), mean.u.unsqueeze(-2))
+        variance = (weights * squared_distance((a, u), mean, k=k)).sum(-1, keepdim=True)
+        gain = torch.exp(self.log_gain.to(a.dtype) + self.initial_log_gain.to(a.dtype))
+        # A lone token lies at its own mean; what rounding leaves there must not be blown up.
+        factor = torch.where(count > 1, gain * torch.rsqrt(variance + self.eps), 0.0)
+        centred = gyro_add(gyro_negate(mean), (a, u))
+        scaled = gyro_scale(factor, centred)
+        scaled = Point(scaled.a, torch.where((count > 1).unsqueeze(-1), scaled.u, 0.0))
+        return gyro_add(exp_map_origin(self.bias.to(a.dtype), k=k), scaled)
+
+    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
+        """No matrix, no site."""
+        return []
+
+    def extra_repr(self) -> str:
+        """The dimension."""
+        return f"{self.features}"

@@ -1,0 +1,140 @@
+"""Scalar functions that stay accurate, and differentiable, where the textbook forms do not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "arcosh1p",
+    "asinh_exp",
+    "cosh_of_root",
+    "log_cosh",
+    "log_sinh",
+    "norm_and_direction",
+    "sinh_ratio",
+    "sinhc_of_root",
+    "squared_arcosh1p",
+]
+
+_LN2 = math.log(2.0)
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    result = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result = result * x + coefficient
+    return result
+
+
+def log_cosh(a: Tensor) -> Tensor:
+    """ln cosh a for a ≥ 0, without forming cosh a."""
+    return a + torch.log1p(torch.exp(-2.0 * a)) - _LN2
+
+
+def log_sinh(a: Tensor) -> Tensor:
+    """ln sinh a for a > 0 without forming sinh a; at a = 0 the value is −inf, the gradient 0."""
+    positive = a > 0
+    safe = torch.where(positive, a, 1.0)
+    small = torch.log(torch.sinh(safe.clamp(max=1.0)))
+    large = safe + torch.log1p(-torch.exp(-2.0 * safe.clamp(min=0.5))) - _LN2
+    return torch.where(positive, torch.where(safe < 1.0, small, large), -torch.inf)
+
+
+def asinh_exp(log_value: Tensor) -> Tensor:
+    """arsinh(e^ℓ): the rescaled radius whose ln sinh is ℓ. ℓ = −inf gives 0 with gradient 0."""
+    large = log_value.clamp(min=0.0)
+    large = large + torch.log1p(torch.sqrt(1.0 + torch.exp(-2.0 * large)))
+    small = torch.asinh(torch.exp(log_value.clamp(max=0.0)))
+    return torch.where(log_value > 0, large, small)
+
+
+def _root_pieces(c: Tensor) -> tuple[Tensor, Tensor]:
+    """sinh D and D for cosh D = 1 + c, c > 0; the product c(c+2) itself could overflow."""
+    sinh_d = torch.sqrt(c) * torch.sqrt(c + 2.0)
+    return sinh_d, torch.log1p(c + sinh_d)
+
+
+def arcosh1p(c: Tensor) -> Tensor:
+    """D = arcosh(1 + c) for c ≥ 0; exactly 0 with gradient 0 at c = 0."""
+    positive = c > 0
+    return torch.where(positive, _root_pieces(torch.where(positive, c, 1.0))[1], 0.0)
+
+
+# D/sinh D for cosh D = 1 + c: Σ (−1)^(n−1) 2^n c^(n−1) / (n C(2n, n)), n = 1, 2, …
+_RATIO = tuple((-1.0) ** (n - 1) * 2.0**n / (n * math.comb(2 * n, n)) for n in range(1, 12))
+_SERIES_BELOW = 2e-2
+
+
+def sinh_ratio(c: Tensor) -> Tensor:
+    """D / sinh D for cosh D = 1 + c, c ≥ 0; smooth at 0, where it is 1."""
+    small = c < _SERIES_BELOW
+    sinh_d, d = _root_pieces(torch.where(small, 1.0, c))
+    return torch.where(small, _polynomial(torch.where(small, c, 0.0), _RATIO), d / sinh_d)
+
+
+class _SquaredArcosh1p(torch.autograd.Function):
+    """D² of c. The derivative 2D/sinh D is finite at c = 0; that of D, then squared, is not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(c: Tensor) -> Tensor:
+        root = torch.sqrt(c)
+        d = torch.log1p(c + root * torch.sqrt(c + 2.0))
+        return d * d
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (c,) = ctx.saved_tensors
+        return gradient * (2.0 * sinh_ratio(c))
+
+
+def squared_arcosh1p(c: Tensor) -> Tensor:
+    """arcosh(1 + c)² for c ≥ 0; at c = 0 exactly 0, with gradient 2 (of c itself)."""
+    return _SquaredArcosh1p.apply(c)
+
+
+_COSH = tuple(1.0 / math.factorial(2 * n) for n in range(9))
+_SINHC = tuple(1.0 / math.factorial(2 * n + 1) for n in range(9))
+
+
+def cosh_of_root(z: Tensor) -> Tensor:
+    """cosh √z for z ≥ 0, smooth at 0 to all orders."""
+    small = z < 0.5
+    root = torch.sqrt(torch.where(small, 1.0, z))
+    return torch.where(small, _polynomial(torch.where(small, z, 0.0), _COSH), torch.cosh(root))
+
+
+def sinhc_of_root(z: Tensor) -> Tensor:
+    """sinh(√z)/√z for z ≥ 0, smooth at 0 to all orders."""
+    small = z < 0.5
+    root = torch.sqrt(torch.where(small, 1.0, z))
+    series = _polynomial(torch.where(small, z, 0.0), _SINHC)
+    return torch.where(small, series, torch.sinh(root) / root)
+
+
+def norm_and_direction(x: Tensor, at_zero: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Split vectors (…, n) into norms (…) and unit directions (…, n).
+
+    The zero vector has norm 0 (gradient 0) and direction 0, whose gradient with respect to `x` is
+    the identity, or 1/`at_zero` (…): the convention for gradients at the origin. Components as
+    large or small as the dtype allows neither overflow nor vanish when squared.
+    """
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1.0)
+    # Infinite components would give inf/inf: leave them as they are, they were no point before.
+    scaled = x / scale
+    squared = (scaled * scaled).sum(-1, keepdim=True)
+    nonzero = squared > 0
+    length = torch.sqrt(torch.where(nonzero, squared, 1.0))
+    norm = torch.where(nonzero, length * scale, 0.0)
+    divisor = torch.where(nonzero, length * scale, 1.0 if at_zero is None else at_zero[..., None])
+    return norm.squeeze(-1), x / divisor

@@ -1,0 +1,147 @@
+"""From a model to running observers: strategy, sites and cadence in one object."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .cadence import Cadence
+from .compiled import CompiledObserver
+from .explicit import ExplicitObserver
+from .hook import HookObserver, Observer
+from .selection import Site, select_sites
+from .staging import ObservationStage
+
+__all__ = ["STRATEGIES", "Attachment", "attach"]
+
+STRATEGIES: dict[str, Callable[[], Observer]] = {
+    "hook": HookObserver,
+    "compiled": CompiledObserver,
+    "explicit": ExplicitObserver,
+}
+
+
+class Attachment:
+    """A model under observation.
+
+    Copies and pickles are detached: hooks are never serialised.
+
+    Attributes:
+        sites: The observed layers, as (name, module, parameter).
+        observer: The strategy at work.
+    """
+
+    def __init__(
+        self, sites: list[Site], observer: Observer, cadence: Cadence, stage: ObservationStage
+    ) -> None:
+        self.sites = sites
+        self.observer = observer
+        self._cadence = cadence
+        self._stage = stage
+        self._warned: set[str] = set()
+        observer.attach(sites, stage)
+        observer.schedule(cadence.due)
+
+    def __reduce__(self) -> tuple[Callable[..., Attachment], tuple[int, float]]:
+        return _detached, (self._cadence.every, self._cadence.coherence_threshold)
+
+    def detach(self) -> None:
+        """Remove every tap from the model. What is staged stays staged."""
+        self.observer.detach()
+        self.sites = []
+
+    def clear(self) -> None:
+        """Drop what is staged for the observed layers."""
+        self.observer.clear()
+
+    def after_step(self, coherence: Mapping[Tensor, Tensor] | None = None) -> None:
+        """End an optimizer step, after the stage's commit and before gradients are cleared.
+
+        Advances the cadence, and warns, once per layer, of those that were due and received a
+        gradient but were not observed.
+
+        Args:
+            coherence: Each parameter's frame coherence q in this step, 0-d.
+        """
+        if not self.sites:
+            return
+        observed = self._stage.last_counts
+        silent = [
+            site.name
+            for site in self.sites
+            if site.parameter not in observed
+            and site.parameter.grad is not None
+            and self._cadence.due(site.parameter)
+            and site.name not in self._warned
+        ]
+        if silent:
+            self._warned.update(silent)
+            warnings.warn(_silence(silent), stacklevel=4)
+        self._cadence.advance(observed, coherence or {})
+        self.observer.schedule(self._cadence.due)
+
+    def ages(self) -> dict[Tensor, int]:
+        """Steps since each observed parameter's last measurement, for checkpoints."""
+        return self._cadence.ages()
+
+    def restore_ages(self, ages: Mapping[Tensor, int]) -> None:
+        """Continue the cadence of a checkpoint."""
+        self._cadence.restore(ages)
+        self.observer.schedule(self._cadence.due)
+
+
+def _silence(names: list[str]) -> str:
+    which = ", ".join(repr(name) for name in names)
+    return (
+        f"observed layers produced no statistics in this step: {which}. Either the model was "
+        "compiled before it was attached (attach first, then torch.compile), or the layer's weight "
+        "is used without calling the layer, as nn.MultiheadAttention and F.linear do (call "
+        "optimizer.observe_residual with its activations and cotangents, or leave it out with "
+        "sites= or module_filter=). Until then such a layer is updated without an observation of "
+        "its own."
+    )
+
+
+def _detached(every: int, coherence_threshold: float) -> Attachment:
+    cadence = Cadence((), every, coherence_threshold)
+    return Attachment([], ExplicitObserver(), cadence, ObservationStage())
+
+
+def attach(
+    model: nn.Module,
+    owned: Iterable[Tensor],
+    stage: ObservationStage,
+    *,
+    module_filter: Callable[[nn.Module], bool] | None = None,
+    strategy: str | Observer = "hook",
+    observe_every: int = 1,
+    sites: Iterable[Any] | None = None,
+    coherence_threshold: float = 0.0,
+) -> Attachment:
+    """Observe `model`'s layers into `stage`.
+
+    Args:
+        model: Whose layers to observe.
+        owned: The optimizer's parameters.
+        stage: Where observations wait for the optimizer's step.
+        module_filter: Overrides what the model declares, and the default of every linear layer.
+        strategy: "hook", "compiled", "explicit", or an `Observer` of your own.
+        observe_every: Measure in every k-th step.
+        sites: Exactly these layers: modules, dotted names, or what `derive_sites` returned.
+        coherence_threshold: Measure again at once after q fell below it.
+
+    Raises:
+        ValueError: For an unknown strategy or cadence, or a layer that cannot be observed.
+    """
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {sorted(STRATEGIES)}, got {strategy!r}")
+        observer = STRATEGIES[strategy]()
+    else:
+        observer = strategy
+    chosen = select_sites(model, owned, module_filter, sites)
+    cadence = Cadence((site.parameter for site in chosen), observe_every, coherence_threshold)
+    return Attachment(chosen, observer, cadence, stage)

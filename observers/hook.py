@@ -1,0 +1,78 @@
+"""Observation through forward hooks: the strategy for eager models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .selection import Site
+from .staging import ObservationStage
+from .tap import TapSite, install
+
+__all__ = ["HookObserver", "Observer"]
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """How observations of some layers reach a stage."""
+
+    def attach(self, sites: Sequence[Site], stage: ObservationStage) -> None:
+        """Begin to observe `sites`, staging into `stage`; replaces an earlier attachment."""
+        ...
+
+    def detach(self) -> None:
+        """Stop observing and leave nothing in the model."""
+        ...
+
+    def clear(self) -> None:
+        """Drop what is staged for the observed layers."""
+        ...
+
+    def schedule(self, due: Callable[[Tensor], bool]) -> None:
+        """Measure those parameters that are due, and pay nothing for the others."""
+        ...
+
+
+class HookObserver:
+    """Taps each layer's output with a forward hook (see `rpt.observers.tap`).
+
+    No module backward hook is involved: those wrap outputs in views, which forbids in-place
+    activations, fire unevenly under activation checkpointing, and keep activations of abandoned
+    graphs. If the model is compiled after attaching, the same hook traces into the compiled graph.
+    """
+
+    through_operator = False
+
+    def __init__(self) -> None:
+        self._sites: list[TapSite] = []
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, sites: Sequence[Site], stage: ObservationStage) -> None:
+        self.detach()
+        for site in sites:
+            tapped = TapSite(site.name, site.module, site.parameter, stage)
+            self._sites.append(tapped)
+            self._handles.append(install(tapped, site.module, self.through_operator))
+
+    def detach(self) -> None:
+        for site in self._sites:
+            # A compiled graph may go on calling a tap that it was traced with.
+            site.active = False
+        for handle in self._handles:
+            handle.remove()
+        self._sites, self._handles = [], []
+
+    def clear(self) -> None:
+        for site in self._sites:
+            site.stage.drop(site.parameter)
+
+    def schedule(self, due: Callable[[Tensor], bool]) -> None:
+        for site in self._sites:
+            site.active = due(site.parameter)
+
+    def __reduce__(self) -> tuple[type[HookObserver], tuple[()]]:
+        # Hooks are never serialised: a copy observes nothing until it is attached.
+        return type(self), ()

@@ -1,0 +1,169 @@
+"""Which layers to observe: chosen by the caller, else declared by the model, else all linears."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .patches import unsupported_convolution
+from .protocol import declared_sites
+
+__all__ = ["Site", "matrix_parameter", "select_sites", "unobservable"]
+
+
+class Site(NamedTuple):
+    """One observed layer.
+
+    Attributes:
+        name: Dotted path in the model.
+        module: The layer.
+        parameter: Its matrix, as it was when attached (under FSDP2 a DTensor).
+    """
+
+    name: str
+    module: nn.Module
+    parameter: Tensor
+
+
+def matrix_parameter(module: nn.Module) -> Tensor | None:
+    """The matrix a layer contracts its input with: `weight`, else its only one of ≥ 2 axes."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor):
+        return weight if weight.ndim >= 2 else None
+    matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
+    return matrices[0] if len(matrices) == 1 else None
+
+
+def unobservable(module: nn.Module) -> str | None:
+    """Why a layer can never be a site, in words that say what to do; None where it can."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "an embedding looks rows up and contracts no activation: leave it out"
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return (
+            "a fused recurrent layer hides its matrices; "
+            "build it from nn.Linear layers or call observe_residual"
+        )
+    if isinstance(module, nn.MultiheadAttention):
+        return (
+            "nn.MultiheadAttention uses its matrices in one fused call; "
+            "build it from nn.Linear layers or call observe_residual"
+        )
+    if isinstance(module, nn.Bilinear):
+        return "a bilinear form is no matrix map; call observe_residual"
+    parameter = matrix_parameter(module)
+    if parameter is None:
+        return "it has no weight matrix of its own; name the layer inside it that has"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return unsupported_convolution(module)
+    if parameter.ndim != 2:
+        return f"its weight has {parameter.ndim} axes; call observe_residual"
+    return None
+
+
+def smaller_side(parameter: Tensor) -> int:
+    """The smaller dimension of a weight's matrix view (out, everything else)."""
+    rows = parameter.shape[0]
+    return min(rows, parameter.numel() // rows if rows else 0)
+
+
+def select_sites(
+    model: nn.Module,
+    owned: Iterable[Tensor],
+    module_filter: Callable[[nn.Module], bool] | None = None,
+    sites: Iterable[Any] | None = None,
+) -> list[Site]:
+    """The layers of `model` to observe.
+
+    `sites` (modules, dotted names, or what `derive_sites` returns) overrides `module_filter`, which
+    overrides the model's own declaration, which overrides the default: every nn.Linear whose weight
+    the optimizer owns. Layers whose smaller weight dimension is 1 have rank 1 by definition and are
+    left out.
+
+    Raises:
+        ValueError: For a chosen layer that cannot be observed, is not in the model, or whose weight
+            the optimizer does not own; for a filter that selects nothing.
+        TypeError: For an entry of `sites` of another kind.
+    """
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    mine = {id(parameter) for parameter in owned}
+    if sites is not None and module_filter is not None:
+        raise ValueError("pass sites= or module_filter=, not both")
+    chosen: list[nn.Module]
+    explicit = True
+    if sites is not None:
+        chosen = _resolve(model, sites)
+    elif module_filter is not None:
+        hits = [module for module in model.modules() if module_filter(module)]
+        # A permissive filter also lets containers and norms through: they have nothing to observe.
+        chosen = [m for m in hits if matrix_parameter(m) is not None or unobservable_matrix(m)]
+        if not chosen:
+            raise ValueError("module_filter selected no layer with a weight matrix")
+    else:
+        explicit = False
+        declared = declared_sites(model)
+        if declared is None:
+            chosen = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        else:
+            chosen = declared
+    found: dict[int, Site] = {}
+    for module in chosen:
+        if id(module) not in names:
+            raise ValueError(f"site {module} is not a module of the model that is attached")
+        name = names[id(module)]
+        reason = unobservable(module)
+        if reason is not None:
+            raise ValueError(f"cannot observe {name!r} ({type(module).__name__}): {reason}")
+        parameter = matrix_parameter(module)
+        assert parameter is not None
+        if id(parameter) not in mine:
+            if explicit:
+                raise ValueError(
+                    f"cannot observe {name!r}: the optimizer does not own its weight; "
+                    "pass the weight to the optimizer or leave the layer out"
+                )
+            continue
+        if smaller_side(parameter) < 2:
+            if sites is not None:
+                warnings.warn(
+                    f"{name!r} is not observed: a side of its weight {tuple(parameter.shape)} is "
+                    "1, so its entropy rank is always 1",
+                    stacklevel=4,
+                )
+            continue
+        found.setdefault(id(module), Site(name, module, parameter))
+    return list(found.values())
+
+
+def unobservable_matrix(module: nn.Module) -> bool:
+    """Whether a layer without a single matrix still holds several (fused attention, recurrence)."""
+    return any(p.ndim >= 2 for p in module.parameters(recurse=False))
+
+
+def _resolve(model: nn.Module, sites: Iterable[Any]) -> list[nn.Module]:
+    if isinstance(sites, (str, nn.Module)):
+        raise TypeError("sites= takes a list of modules, names or derived sites, not a single one")
+    if isinstance(sites, Mapping):
+        raise TypeError("sites= takes a list of modules, names or derived sites, not a mapping")
+    modules = []
+    for item in sites:
+        if isinstance(item, Site):
+            modules.append(item.module)
+        elif isinstance(item, nn.Module):
+            modules.append(item)
+        elif isinstance(item, str) or isinstance(getattr(item, "path", None), str):
+            if getattr(item, "observed", True) is False:
+                continue
+            path = item if isinstance(item, str) else item.path
+            try:
+                modules.append(model.get_submodule(path))
+            except AttributeError as error:
+                raise ValueError(f"the model has no module named {path!r}") from error
+        else:
+            raise TypeError(
+                "sites= takes modules, dotted names or what derive_sites returns, "
+                f"got {type(item).__name__}"
+            )
+    return modules

@@ -1,0 +1,172 @@
+"""Observations wait here between the backward that made them and the step that uses them.
+
+A step that never happens (loss-scale overflow, an exception, an abandoned backward) must leave no
+trace, and nobody announces it. So statistics are staged, `commit` hands them over once, and what an
+earlier backward left behind is recognised by its gradient: when a new backward begins and a
+parameter's `grad` is None although statistics of an earlier backward are staged for it, those
+belong to gradients that were thrown away, and go too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rank import ObserverSettings, Statistics, ranks
+
+__all__ = ["Committed", "ObservationStage"]
+
+
+class Committed(NamedTuple):
+    """What one step takes from the stage.
+
+    Attributes:
+        ranks: Per observed parameter the mean rank of its observations, 0-d.
+        global_rank: Mean of the ranks queued for no parameter in particular, or None. It stands in
+            for parameters absent from `ranks`.
+        counts: Per observed parameter the number of observations behind its mean.
+    """
+
+    ranks: dict[Tensor, Tensor]
+    global_rank: Tensor | None
+    counts: dict[Tensor, int]
+
+
+class _Entry(NamedTuple):
+    content: Statistics | Tensor
+    backward: int | None
+    """Which backward staged it; None for what a caller staged by hand."""
+
+
+class ObservationStage:
+    """The sink of every observer, and the optimizer's one source of ranks.
+
+    Copies and pickles of a stage are empty: what is staged belongs to gradients, which are not
+    copied either.
+    """
+
+    def __init__(self, settings: ObserverSettings | None = None) -> None:
+        self.settings = settings or ObserverSettings()
+        self.last_counts: dict[Tensor, int] = {}
+        self._own: dict[Tensor, list[_Entry]] = {}
+        self._global: list[_Entry] = []
+        self._running: set[int] = set()
+        self._backward = 0
+
+    def __len__(self) -> int:
+        """The number of observations staged."""
+        return sum(map(len, self._own.values())) + len(self._global)
+
+    def __reduce__(self) -> tuple[type[ObservationStage], tuple[ObserverSettings]]:
+        return type(self), (self.settings,)
+
+    def add(self, parameter: Tensor, statistics: Statistics) -> None:
+        """Stage one observation of `parameter`, made outside any backward hook."""
+        self._own.setdefault(parameter, []).append(_Entry(statistics, None))
+
+    def add_from_backward(self, parameter: Tensor, statistics: Statistics) -> None:
+        """Stage one observation of `parameter` from within the backward that produced it."""
+        self._enter_backward()
+        self._own.setdefault(parameter, []).append(_Entry(statistics, self._backward))
+
+    def add_rank(self, rank: float | Tensor, parameter: Tensor | None = None) -> None:
+        """Stage a rank that was measured elsewhere; for every unobserved parameter if None.
+
+        Raises:
+            ValueError: For a number outside [0, 1], or a tensor that is not 0-d. The value of a
+                tensor is not looked at, which would wait for the device: one that is not finite
+                counts as 1, and others are clipped.
+        """
+        if isinstance(rank, Tensor):
+            if rank.numel() != 1:
+                raise ValueError(f"a rank must be a single number, got shape {tuple(rank.shape)}")
+            value = rank.detach().reshape(())
+            value = torch.where(torch.isfinite(value), value.clamp(0.0, 1.0), 1.0)
+        else:
+            if not (math.isfinite(rank) and 0.0 <= rank <= 1.0):
+                raise ValueError(f"an entropy rank must lie in [0, 1], got {rank!r}")
+            device = None if parameter is None else parameter.device
+            wide = device is None or device.type != "mps"
+            dtype = torch.float64 if wide else torch.float32
+            value = torch.tensor(float(rank), dtype=dtype, device=device)
+        queue = self._global if parameter is None else self._own.setdefault(parameter, [])
+        queue.append(_Entry(value, None))
+
+    def commit(self) -> Committed:
+        """Average what is staged, per parameter, and empty the stage.
+
+        All statistics of equal size are solved in one batched call.
+        """
+        own, queued = self._own, self._global
+        self.clear()
+        entries = [entry for group in own.values() for entry in group]
+        pending = [e.content for e in entries if isinstance(e.content, Statistics)]
+        solved = iter(ranks(pending, self.settings))
+        mean = {}
+        for parameter, group in own.items():
+            values = [
+                next(solved) if isinstance(entry.content, Statistics) else entry.content
+                for entry in group
+            ]
+            mean[parameter] = _mean(values)
+        counts = {parameter: len(group) for parameter, group in own.items()}
+        self.last_counts = counts
+        overall = _mean([e.content for e in queued if isinstance(e.content, Tensor)])
+        return Committed(
+            {parameter: value for parameter, value in mean.items() if value is not None},
+            overall,
+            counts,
+        )
+
+    def clear(self) -> None:
+        """Drop everything staged."""
+        self._own, self._global = {}, []
+        self._running.clear()
+
+    def drop(self, parameter: Tensor) -> None:
+        """Drop what is staged for one parameter."""
+        self._own.pop(parameter, None)
+
+    def settle(self) -> None:
+        """Note that no backward is running: one that raised has left its mark behind."""
+        if self._running and torch._C._current_graph_task_id() == -1:
+            self._running.clear()
+
+    def _enter_backward(self) -> None:
+        # Reentrant checkpoints nest backwards; all that overlap count as one.
+        task = torch._C._current_graph_task_id()
+        if task in self._running:
+            return
+        if not self._running:
+            self._backward += 1
+            self._drop_discarded()
+        if task != -1:
+            self._running.add(task)
+            running = self._running
+            torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
+                lambda: running.discard(task)
+            )
+
+    def _drop_discarded(self) -> None:
+        for parameter, group in list(self._own.items()):
+            if parameter.grad is None:
+                kept = [entry for entry in group if entry.backward is None]
+                if kept:
+                    self._own[parameter] = kept
+                else:
+                    del self._own[parameter]
+
+
+def _mean(values: list[Tensor]) -> Tensor | None:
+    if not values:
+        return None
+    if len(values) == 1:
+        return values[0]
+    dtype = values[0].dtype
+    for value in values[1:]:
+        dtype = torch.promote_types(dtype, value.dtype)
+    device = values[0].device
+    return torch.stack([value.to(device=device, dtype=dtype) for value in values]).mean()

@@ -1,0 +1,210 @@
+"""Runs the update rule over the stacks of one step: host decisions here, the mathematics in `update`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gain import next_gain
+from .options import group_rule
+from .ownership import Ownership
+from .stack import Stack
+from .update import (
+    Members,
+    Rule,
+    Step,
+    divisor,
+    next_unit,
+    take_step,
+    update_polar_weight,
+)
+
+__all__ = ["StackWork", "advance", "deliver", "group_gain", "sort_into_stacks"]
+
+
+@dataclass
+class StackWork:
+    """One stack's part of a step.
+
+    Attributes:
+        stack: the stack.
+        members: positions in it of the parameters that have a gradient.
+        gradients: their gradients.
+        peaks: largest absolute entry of each.
+        group: their parameter group.
+        rule: its numbers.
+        working: the tensors the rule changes: the stack's own, or copies of some rows.
+        index: rows to write those copies back to, None for the stack's own.
+        step: the result.
+    """
+
+    stack: Stack
+    members: list[int]
+    gradients: list[Tensor]
+    peaks: list[float]
+    group: dict[str, Any]
+    rule: Rule
+    working: dict[str, Tensor] = field(default_factory=dict)
+    index: Tensor | None = None
+    step: Step | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.stack.parameters[i] for i in self.members]
+
+
+def sort_into_stacks(
+    live: Sequence[tuple[int, Tensor, Tensor]],
+    peaks: Sequence[float],
+    groups: Sequence[dict[str, Any]],
+    home: Any,
+    ownership: Ownership,
+) -> list[StackWork]:
+    """Sort gradients into the stacks that `home(parameter)` names.
+
+    Args:
+        live: (group index, parameter, gradient).
+        peaks: largest absolute entry of each gradient.
+        groups: the optimizer's parameter groups.
+        home: gives the stack of a parameter and its position there.
+        ownership: hands over the whole gradient.
+    """
+    rules: dict[int, Rule] = {}
+    plan: dict[int, StackWork] = {}
+    for (g, parameter, gradient), peak in zip(live, peaks, strict=True):
+        stack, position = home(parameter)
+        if g not in rules:
+            rules[g] = group_rule(groups[g])
+        if id(stack) not in plan:
+            plan[id(stack)] = StackWork(stack, [], [], [], groups[g], rules[g])
+        plan[id(stack)].members.append(position)
+        plan[id(stack)].peaks.append(peak)
+        plan[id(stack)].gradients.append(ownership.whole_gradient(parameter, gradient))
+    return list(plan.values())
+
+
+def advance(
+    batch: Sequence[StackWork],
+    state: Mapping[Tensor, dict[str, Any]],
+    ranks: Mapping[Tensor, Tensor],
+    global_rank: Tensor | None,
+) -> None:
+    """Run the rule over some stacks, with one host synchronisation among them."""
+    waiting: list[tuple[StackWork, Generator[Tensor, list[float], Step], Tensor]] = []
+    for item in batch:
+        task = _start(item, state, ranks, global_rank)
+        try:
+            waiting.append((item, task, next(task)))
+        except StopIteration as stop:
+            item.step = stop.value
+    if not waiting:
+        return
+    device = waiting[0][2].device
+    # The one synchronisation: whether to refresh a root is decided on the host.
+    numbers = torch.cat([drift.double().to(device) for *_, drift in waiting]).tolist()
+    for item, task, drift in waiting:
+        mine, numbers = numbers[: len(drift)], numbers[len(drift) :]
+        try:
+            task.send(mine)
+        except StopIteration as stop:
+            item.step = stop.value
+
+
+def _start(
+    item: StackWork,
+    state: Mapping[Tensor, dict[str, Any]],
+    ranks: Mapping[Tensor, Tensor],
+    global_rank: Tensor | None,
+) -> Generator[Tensor, list[float], Step]:
+    stack, group = item.stack, item.group
+    item.working, item.index = stack.select(item.members)
+    records = [state[p] for p in item.parameters]
+    for record, peak in zip(records, item.peaks, strict=True):
+        unit = next_unit(record["unit"], peak)
+        record["unit"] = float(unit > 0) if stack.dtype == torch.float64 else unit
+    divisors = [
+        divisor(r["unit"], peak) * (-1.0 if group["maximize"] else 1.0)
+        for r, peak in zip(records, item.peaks, strict=True)
+    ]
+    if stack.dtype == torch.float64:
+        divisors = [math.copysign(1.0, d) for d in divisors]
+    gradient = stack.gradients(item.members, item.gradients, divisors)
+    if stack.is_matrix:
+        _observe(item, records, [ranks.get(p, global_rank) for p in item.parameters])
+    members = Members(
+        steps=[r["step"] + 1 for r in records],
+        root_ages=[
+            r["step"] + 1 - r["last_root_step"] if r.get("last_root_step") else None
+            for r in records
+        ],
+        units=[r["unit"] for r in records],
+        positions=item.members,
+        shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
+    )
+    sizes = stack.sizes if item.index is None else stack.sizes[item.index]
+    shape = (stack.rows, stack.cols)
+    return take_step(item.working, gradient, sizes, shape, stack.backend, members, item.rule)
+
+
+def _observe(
+    item: StackWork, records: Sequence[dict[str, Any]], ranks: Sequence[Tensor | None]
+) -> None:
+    """Let observations move the polar weights of a stack of matrices."""
+    if all(rank is None for rank in ranks):
+        return
+    weight, stored = item.working["polar_weight"], item.working["residual_entropy_rank"]
+    nothing = weight.new_full((), float("nan"))
+    rank = torch.stack([nothing if r is None else r.to(weight) for r in ranks])
+    beta, release = item.rule.polar_beta, item.rule.polar_release_beta
+    moved = update_polar_weight(weight, rank, polar_beta=beta, polar_release_beta=release)
+    weight.copy_(moved)
+    stored.copy_(torch.where(rank.isnan(), stored, rank))
+    for record, value in zip(records, ranks, strict=True):
+        record["observations"] += value is not None
+
+
+def deliver(item: StackWork, state: Mapping[Tensor, dict[str, Any]], ownership: Ownership) -> None:
+    """Write a finished stack's update to the parameters and its counters to their state."""
+    stack, step, group = item.stack, item.step, item.group
+    assert step is not None
+    lr = group["lr"]
+    if group["gain_rate"]:
+        lr = lr * group["gain"]
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(()).to(device=stack.device, dtype=stack.dtype, non_blocking=True)
+    stack.write_back(item.working, item.index)
+    updates = [stack.unpack(row, i) for i, row in zip(item.members, step.update, strict=True)]
+    ownership.deliver(item.parameters, updates, 1.0 - lr * group["weight_decay"], lr)
+    refreshed = set(step.refreshed)
+    for k, parameter in enumerate(item.parameters):
+        record = state[parameter]
+        record["step"] += 1
+        # Roots of a metric that has seen only zero gradients are none: the next step makes them.
+        if k in refreshed and record["unit"]:
+            record["last_root_step"] = record["step"]
+            record["root_refreshes"] += 1
+    item.gradients, item.working = [], {}
+
+
+def group_gain(group: Mapping[str, Any], steps: Sequence[Step]) -> Tensor:
+    """The group's gain after a step: it moves with the mean coherence of what could be compared."""
+    gain: Tensor = group["gain"]
+    if not steps:
+        return gain
+    compared = torch.cat([s.compared.to(gain) for s in steps])
+    coherence = torch.cat([s.coherence.to(gain) for s in steps])
+    count = compared.sum()
+    moved = next_gain(
+        gain,
+        (coherence * compared).sum() / count.clamp_min(1),
+        rate=group["gain_rate"],
+        target=group["target_coherence"],
+        low=group["min_gain"],
+        high=group["max_gain"],
+    )
+    return torch.where(count > 0, moved, gain)

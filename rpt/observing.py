@@ -1,0 +1,133 @@
+"""The optimizer's calls that concern observation; the statistics themselves are `rpt.observers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rpt.observers.attach import Attachment, attach
+from rpt.observers.explicit import ExplicitObserver
+from rpt.observers.staging import ObservationStage
+
+__all__ = ["ObservingOptimizer"]
+
+Self = TypeVar("Self", bound="ObservingOptimizer")
+
+
+class ObservingOptimizer(Optimizer):
+    """An optimizer with a stage of observations, and perhaps an attached model."""
+
+    _stage: ObservationStage
+    _attachment: Attachment | None
+
+    def attach_model(
+        self,
+        model: nn.Module,
+        module_filter: Callable[[nn.Module], bool] | None = None,
+        *,
+        strategy: str = "hook",
+        observe_every: int = 1,
+        sites: Iterable[Any] | None = None,
+    ) -> list[str]:
+        """Observe a model's boundaries, replacing an earlier attachment.
+
+        Observed are the modules that the model, or any module inside it, names in
+        `optimizer_observation_modules()`; without one, every `nn.Linear` of this optimizer whose
+        smaller side is at least 2. `module_filter` and `sites` override both.
+
+        Args:
+            model: the model that is trained.
+            module_filter: True for modules to observe.
+            strategy: "hook", or "compiled" for a model that `torch.compile` is to take whole.
+            observe_every: measure at every k-th update.
+            sites: modules, module names, or what `rpt.observers.derive_sites` returned.
+
+        Returns:
+            The names of the observed modules.
+        """
+        self.remove_observers()
+        self._attachment = attach(
+            model,
+            self._all_parameters(),
+            self._stage,
+            module_filter=module_filter,
+            strategy=strategy,
+            observe_every=observe_every,
+            sites=sites,
+        )
+        return [name for name, *_ in self._attachment.sites]
+
+    @contextmanager
+    def observing(self: Self, model: nn.Module, **options: Any) -> Iterator[Self]:
+        """Observe a model inside a `with` block; options as in `attach_model`."""
+        self.attach_model(model, **options)
+        try:
+            yield self
+        finally:
+            self.remove_observers()
+
+    def observe_residual(
+        self,
+        activations: Tensor,
+        residuals: Tensor,
+        parameters: Tensor | Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Queue one observation by hand, for maps that no module hook can see.
+
+        Args:
+            activations: X, (..., n): the input of the linear map.
+            residuals: Δ, (..., m): the cotangent of its output.
+            parameters: whose polar weight it concerns; None for every matrix without its own.
+
+        Returns:
+            The normalised entropy rank, 0-d.
+        """
+        explicit = ExplicitObserver(self._stage)
+        return explicit.observe(activations, residuals, self._own(parameters))
+
+    def set_residual_entropy_rank(
+        self, rank: float | Tensor, parameters: Tensor | Iterable[Tensor] | None = None
+    ) -> None:
+        """Queue a known entropy rank in [0, 1] for the next step; parameters as above."""
+        for parameter in self._own(parameters) or [None]:
+            self._stage.add_rank(rank, parameter)
+
+    def clear_observations(self) -> None:
+        """Drop everything observed since the last step."""
+        self._stage.clear()
+        if self._attachment is not None:
+            self._attachment.clear()
+
+    def remove_observers(self) -> None:
+        """Detach from the model; polar weights keep their values."""
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and drop observations of the backward passes they came from."""
+        self.clear_observations()
+        super().zero_grad(set_to_none)
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _own(self, parameters: Tensor | Iterable[Tensor] | None) -> list[Any] | None:
+        """The chosen parameters as a list, each checked to belong to this optimizer."""
+        if parameters is None:
+            return None
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owned = {id(p) for p in self._all_parameters()}
+        for parameter in chosen:
+            if id(parameter) not in owned:
+                raise ValueError(
+                    f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer: "
+                    "pass the module's own weight"
+                )
+        if not chosen:
+            raise ValueError("parameters is empty: pass None to reach every matrix")
+        return chosen

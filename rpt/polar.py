@@ -1,0 +1,153 @@
+"""The polar share of a step: Newton–Schulz polar factor, matched in norm, mixed by the polar weight.
+
+Pure functions over a batch of matrices (b, rows, cols). Source: the RPT guide, "Transport remains the
+default update", operation 4. Two schedules of coefficients are offered: Muon's quintic, which the guide
+uses, and one that starts from a tighter bound of the largest singular value, chooses each step's
+coefficients for what the step before left (as in "The Polar Express", Amsel et al. 2025), and so needs
+about two steps less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["Schedule", "polar_factor", "polar_schedule", "polar_share"]
+
+Coefficients = tuple[float, float, float]
+
+# Steep at zero rather than convergent: singular values land between about 0.7 and 1.2.
+_QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
+
+# Minimax odd quintics for singular values in [l, 1] and then in [1-e, 1+e], e the error before;
+# l = 0.1, 0.05 and 0.01 leave e = 0.06, 0.007 and 0.013. Solved as linear programs in float64.
+_TIGHT: dict[int, tuple[Coefficients, ...]] = {
+    2: ((5.6037, -13.8837, 9.7334), (2.1306, -1.5116, 0.4020)),
+    3: ((6.7524, -18.3510, 13.2633), (2.5379, -1.8747, 0.4413), (1.9270, -1.3066, 0.3807)),
+    4: (
+        (8.0934, -23.6206, 17.4463),
+        (3.6366, -2.7219, 0.5365),
+        (2.6613, -1.9772, 0.4526),
+        (1.9562, -1.3375, 0.3839),
+    ),
+}
+# The limit of the minimax quintic as its interval closes on 1.
+_FINAL: Coefficients = (1.875, -1.25, 0.375)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Coefficients of the Newton–Schulz steps, and what the matrix is divided by before them.
+
+    Attributes:
+        steps: one (a, b, c) per step X <- a X + (b A + c A²) X, A = X Xᵀ.
+        tight: divide by ‖(X Xᵀ)²‖_F^¼, which exceeds the largest singular value by at most the
+            eighth root of the rank, instead of by ‖X‖_F.
+    """
+
+    steps: tuple[Coefficients, ...]
+    tight: bool
+
+
+@cache
+def polar_schedule(name: str, steps: int) -> Schedule:
+    """The schedule called "quintic" or "tight" with a number of steps (tight takes at least 2).
+
+    Raises:
+        ValueError: an unknown name, or a tight schedule of one step.
+    """
+    if name == "quintic":
+        return Schedule((_QUINTIC,) * steps, tight=False)
+    if name != "tight":
+        raise ValueError(f"polar_schedule={name!r} must be 'quintic' or 'tight'")
+    if steps < 2:
+        raise ValueError("polar_schedule='tight' needs polar_steps of at least 2")
+    chosen = _TIGHT[min(steps, 4)]
+    return Schedule(chosen + (_FINAL,) * (steps - len(chosen)), tight=True)
+
+
+def polar_factor(matrix: Tensor, schedule: Schedule) -> Tensor:
+    """Approximate the polar factor U Vᵀ of each matrix U S Vᵀ.
+
+    All steps are polynomials in the Gram matrix of the shorter side, which is formed once: a matrix
+    twice as long as wide or longer is touched only to form it and to apply the product.
+
+    Args:
+        matrix: (b, rows, cols), float32 or float64.
+        schedule: coefficients and start.
+
+    Returns:
+        (b, rows, cols), singular values near one, the zero matrix for a zero matrix.
+    """
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    gram_side = x.shape[-1] >= 2 * x.shape[-2]
+    gram = torch.bmm(x, x.mT)
+    square = torch.bmm(gram, gram)
+    if schedule.tight:
+        # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm.
+        scale = _lengths(square).clamp_min(1e-30).rsqrt()
+        inverse = scale.sqrt()
+    else:
+        inverse = _lengths(x).clamp_min(1e-7).reciprocal()
+        scale = inverse.square()
+    gram, square = gram * scale, square * scale.square()
+    factor: Tensor | None = None
+    for i, (a, b, c) in enumerate(schedule.steps):
+        if i:
+            square = torch.bmm(gram, gram)
+        polynomial = (gram * b).add_(square, alpha=c)
+        last = i == len(schedule.steps) - 1
+        if gram_side:
+            polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+            factor = polynomial if factor is None else torch.bmm(polynomial, factor)
+            if not last:
+                gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
+        else:
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+            if i == 0:
+                x = x * inverse
+            if not last:
+                gram = torch.bmm(x, x.mT)
+    if factor is not None:
+        x = torch.bmm(factor * inverse, x)
+    return x.mT if tall else x
+
+
+def polar_share(update: Tensor, weight: Tensor, schedule: Schedule, transport_eps: float) -> Tensor:
+    """Mix each update with its norm-matched polar factor and restore the update's own length.
+
+    O <- O ‖u‖/‖O‖, B = (1-α) u + α O, u <- B ‖u‖/‖B‖: α decides how a step is spread over singular
+    directions, not how long it is.
+
+    Args:
+        update: u, (b, rows, cols).
+        weight: α in [0, 1], (b,).
+        schedule: of the polar factor.
+        transport_eps: updates no longer than this are left alone.
+
+    Returns:
+        (b, rows, cols). Rows with α = 0 come back unchanged, bit for bit.
+    """
+    weight = weight.to(update.dtype).view(-1, 1, 1)
+    length = _lengths(update)
+    # Where nothing is to be shaped the coefficients become 1, 0 and 1: unchanged, bit for bit.
+    weight = weight * (length > transport_eps)
+    factor = polar_factor(update, schedule)
+    share = weight * length * _reciprocal(_lengths(factor))
+    blend = torch.addcmul(update * (1.0 - weight), factor, share)
+    restore = (length * _reciprocal(_lengths(blend))).masked_fill_(weight == 0, 1.0)
+    return blend.mul_(restore)
+
+
+def _lengths(matrix: Tensor) -> Tensor:
+    """Frobenius norms, (b, 1, 1)."""
+    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+
+
+def _reciprocal(length: Tensor) -> Tensor:
+    """1/‖·‖, and 0 for a zero matrix."""
+    return length.reciprocal().masked_fill_(length == 0, 0.0)

@@ -1,0 +1,95 @@
+"""The seam between the optimizer and a metric: what a root backend does for a batch of matrices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Damping", "Refresh", "RootBackend", "State"]
+
+State = dict[str, Tensor]
+
+
+class Damping(NamedTuple):
+    """How small an eigenvalue may count.
+
+    Attributes:
+        ridge: floor relative to the mean eigenvalue (`matrix_ridge`).
+        absolute: absolute floor in the units of the covariance (ε²), (b,).
+    """
+
+    ridge: float
+    absolute: Tensor
+
+
+class Refresh(NamedTuple):
+    """What a refresh did, for telemetry.
+
+    Attributes:
+        condition: largest over smallest floored eigenvalue, the geometric mean of the two sides, (b,).
+        failed: True where the previous root was kept because none could be computed, (b,).
+    """
+
+    condition: Tensor
+    failed: Tensor
+
+
+class RootBackend(ABC):
+    """A metric over a batch of `b` same-shaped matrices (b, rows, cols), rows <= cols.
+
+    The optimizer presents every matrix wide: a tall weight is transposed first. State is a flat dict
+    of tensors whose first dimension is the batch: it is saved and loaded with `weights_only=True`, and
+    one matrix's slice of it is that parameter's state. A backend instance holds settings only, never
+    state, so one instance serves any number of parameters.
+
+    Subclass it, give an instance to `ResidualPolarTransport(..., roots=instance)`, and let
+    `rpt.roots.check_backend(instance)` say what is wrong with it.
+    """
+
+    @abstractmethod
+    def create(
+        self, batch: int, rows: int, cols: int, *, dtype: torch.dtype, device: torch.device
+    ) -> State:
+        """Fresh state: zero statistics, and roots under which `apply` returns the gradient itself."""
+
+    @abstractmethod
+    def accumulate(self, state: State, gradient: Tensor, beta2: float) -> None:
+        """Add one gradient (b, rows, cols) to the running statistics, in place."""
+
+    @abstractmethod
+    def refresh(
+        self, state: State, shape: tuple[int, int], correction: Tensor, damping: Damping
+    ) -> Refresh:
+        """Recompute the roots from statistics divided by `correction` (1-β2^t, (b,)), in place.
+
+        `shape` is (rows, cols) of the batch's matrices, always wide: rows <= cols.
+        A matrix whose root cannot be computed keeps the one it has and is reported as failed.
+        """
+
+    @abstractmethod
+    def apply(self, state: State, gradient: Tensor) -> Tensor:
+        """The live request P for a gradient, (b, rows, cols) -> (b, rows, cols)."""
+
+    def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
+        """Relative change of the statistics since the last refresh, (b,), without host sync.
+
+        The default says "none": roots are then refreshed by age alone.
+        """
+        return torch.zeros_like(correction)
+
+    def without_drift(self) -> RootBackend:
+        """The same backend for an optimizer that refreshes by age alone and asks for no drift."""
+        return self
+
+    def state_bytes(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of state for one (rows, cols) matrix, computed without allocating it."""
+        rows, cols = min(rows, cols), max(rows, cols)
+        state = self.create(1, rows, cols, dtype=dtype, device=torch.device("meta"))
+        return sum(value.numel() * value.element_size() for value in state.values())
+
+    def describe(self) -> str:
+        """The backend as text, stored in checkpoints; built-in ones are rebuilt from it."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"

@@ -1,0 +1,94 @@
+"""Inverse roots of symmetric positive semidefinite matrices that survive what float32 cannot do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["InverseRoot", "eigenvalue_floor", "inverse_root", "symmetric_eigen"]
+
+
+class InverseRoot(NamedTuple):
+    """A batch of inverse roots.
+
+    Attributes:
+        root: (b, n, n).
+        condition: largest over smallest floored eigenvalue, (b,).
+        failed: True where no decomposition could be had and `root` must not be used, (b,).
+    """
+
+    root: Tensor
+    condition: Tensor
+    failed: Tensor
+
+
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a batch, with a second try in float64.
+
+    A non-finite matrix never reaches the solver.
+
+    Args:
+        matrix: symmetric, (b, n, n), float32 or float64.
+
+    Returns:
+        eigenvalues (b, n) ascending, eigenvectors (b, n, n), failed (b,) bool.
+    """
+    finite = matrix.isfinite().all(-1).all(-1)
+    safe = torch.where(finite[:, None, None], matrix, 0.0)
+    try:
+        values, vectors = torch.linalg.eigh(safe)
+    except torch.linalg.LinAlgError:
+        values, vectors, converged = _one_by_one(safe)
+        finite = finite & converged
+    usable = values.isfinite().all(-1) & vectors.isfinite().all(-1).all(-1)
+    return values, vectors, ~(finite & usable)
+
+
+def _one_by_one(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decompose each matrix in float64; one that still fails is marked, the others are not lost."""
+    values = matrix.new_zeros(matrix.shape[:-1])
+    vectors = torch.zeros_like(matrix)
+    converged = torch.ones(len(matrix), dtype=torch.bool, device=matrix.device)
+    for i, single in enumerate(matrix.double()):
+        try:
+            value, vector = torch.linalg.eigh(single)
+        except torch.linalg.LinAlgError:
+            converged[i] = False
+        else:
+            values[i], vectors[i] = value.to(values), vector.to(vectors)
+    return values, vectors, converged
+
+
+def eigenvalue_floor(mean: Tensor, ridge: float, absolute: Tensor | float) -> Tensor:
+    """floor = ridge · mean(max(Λ, 0)) + ε²; a zero matrix with ε = 0 gets 1, so its root is I.
+
+    A ridge below the dtype's precision counts as that: rounding leaves eigenvalues of that size.
+    """
+    floor = max(ridge, torch.finfo(mean.dtype).eps) * mean + absolute
+    return torch.where(floor > 0, floor, 1.0)
+
+
+def inverse_root(
+    matrix: Tensor, power: float = -0.25, *, ridge: float = 1e-4, absolute: Tensor | float = 0.0
+) -> InverseRoot:
+    """V max(Λ, floor)^power Vᵀ of the symmetrised matrix, floor = ridge · mean(max(Λ, 0)) + absolute.
+
+    The floor follows the matrix's own scale, so that root(c·A) = c^power · root(A).
+
+    Args:
+        matrix: (b, n, n) or (n, n), float32 or float64.
+        power: the exponent, -1/4 for a two-sided metric.
+        ridge: relative floor of the eigenvalues.
+        absolute: absolute floor, a float or (b,).
+    """
+    if matrix.ndim == 2:
+        single = inverse_root(matrix.unsqueeze(0), power, ridge=ridge, absolute=absolute)
+        return InverseRoot(*(field.squeeze(0) for field in single))
+    matrix = 0.5 * (matrix + matrix.mT)
+    values, vectors, failed = symmetric_eigen(matrix)
+    floor = eigenvalue_floor(values.clamp_min(0).mean(-1), ridge, absolute)
+    floored = torch.maximum(values, floor[:, None])
+    root = (vectors * floored.pow(power).unsqueeze(-2)) @ vectors.mT
+    return InverseRoot(root, floored[:, -1] / floored[:, 0], failed)

@@ -1,0 +1,217 @@
+"""The built-in backends: L^-1/4 G R^-1/4 with a choice of how each side is represented."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .base import Damping, Refresh, RootBackend, State
+from .low_rank import LowRankSide
+from .sides import BlockSide, DiagonalSide, ScalarSide, Side
+
+__all__ = [
+    "AutoRoots",
+    "BlockedRoots",
+    "FullRoots",
+    "KroneckerRoots",
+    "LowRankRoots",
+    "NoRoots",
+    "resolve_roots",
+]
+
+Drift = Literal["exact", "sketch", "age"]
+
+
+class KroneckerRoots(RootBackend):
+    """A metric made of two sides; subclasses say which kind of side a length gets."""
+
+    def side(self, size: int, other: int) -> Side:
+        """The representation of a side of `size` entries facing one of `other`."""
+        raise NotImplementedError
+
+    def create(
+        self, batch: int, rows: int, cols: int, *, dtype: torch.dtype, device: torch.device
+    ) -> State:
+        like = torch.empty(0, dtype=dtype, device=device)
+        left = self.side(rows, cols).create("left", batch, rows, cols, like)
+        return left | self.side(cols, rows).create("right", batch, cols, rows, like)
+
+    def accumulate(self, state: State, gradient: Tensor, beta2: float) -> None:
+        rows, cols = gradient.shape[-2:]
+        self.side(rows, cols).accumulate(state, "left", gradient, beta2)
+        self.side(cols, rows).accumulate(state, "right", gradient.mT, beta2)
+
+    def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
+        rows, cols = shape
+        return torch.maximum(
+            self.side(rows, cols).drift(state, "left", correction),
+            self.side(cols, rows).drift(state, "right", correction),
+        )
+
+    def refresh(
+        self, state: State, shape: tuple[int, int], correction: Tensor, damping: Damping
+    ) -> Refresh:
+        rows, cols = shape
+        left = self.side(rows, cols).refresh(state, "left", correction, damping)
+        right = self.side(cols, rows).refresh(state, "right", correction, damping)
+        # The condition of a Kronecker product's square root is the geometric mean of its sides'.
+        condition = (left.condition * right.condition).sqrt()
+        return Refresh(condition, left.failed | right.failed)
+
+    def apply(self, state: State, gradient: Tensor) -> Tensor:
+        rows, cols = gradient.shape[-2:]
+        whitened = self.side(rows, cols).apply(state, "left", gradient)
+        return self.side(cols, rows).apply(state, "right", whitened.mT).mT
+
+    def without_drift(self) -> RootBackend:
+        if any(f.name == "drift_from" for f in fields(self)):  # type: ignore[arg-type]
+            return replace(self, drift_from="age")  # type: ignore[type-var]
+        return self
+
+    def describe(self) -> str:
+        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
+        return f"{_NAMES[type(self)]}({options})" if type(self) in _NAMES else super().describe()
+
+
+@dataclass(frozen=True)
+class FullRoots(KroneckerRoots):
+    """A dense factor for both sides: the metric of the RPT guide.
+
+    Attributes:
+        drift_from: what drift is measured from where a threshold asks for it: "exact" (a copy of
+            each factor at the last refresh),
+            "sketch" (its image under four probes) or "age" (never measured).
+    """
+
+    drift_from: Drift = "exact"
+
+    def side(self, size: int, other: int) -> Side:
+        return _block_side(None, self.drift_from)
+
+
+@dataclass(frozen=True)
+class BlockedRoots(KroneckerRoots):
+    """Block-diagonal factors: blocks of at most `block_size` rows, ragged at the edge.
+
+    Attributes:
+        block_size: one block covers a side no longer than this, and then equals `FullRoots`.
+        drift_from: as in `FullRoots`.
+    """
+
+    block_size: int = 128
+    drift_from: Drift = "exact"
+
+    def __post_init__(self) -> None:
+        _require_positive("block_size", self.block_size)
+
+    def side(self, size: int, other: int) -> Side:
+        return _block_side(self.block_size, self.drift_from)
+
+
+@dataclass(frozen=True)
+class LowRankRoots(KroneckerRoots):
+    """`rank` eigenpairs per side and an isotropic tail; state O((rows + cols)·rank).
+
+    Attributes:
+        rank: number of eigenpairs; a side no longer than this is represented exactly.
+    """
+
+    rank: int = 32
+
+    def __post_init__(self) -> None:
+        _require_positive("rank", self.rank)
+
+    def side(self, size: int, other: int) -> Side:
+        return LowRankSide(self.rank)
+
+
+@dataclass(frozen=True)
+class AutoRoots(KroneckerRoots):
+    """Full for small sides, blocked above, one-sided for very long ones.
+
+    Attributes:
+        full_side: sides up to this length get one dense factor.
+        block_size: longer sides get blocks of at most this.
+        long_side: sides longer than this (a vocabulary) get no matrix factor at all, a diagonal only.
+    """
+
+    full_side: int = 256
+    block_size: int = 128
+    long_side: int = 8192
+    drift_from: Drift = "sketch"
+
+    def __post_init__(self) -> None:
+        for name in ("full_side", "block_size", "long_side"):
+            _require_positive(name, getattr(self, name))
+
+    def side(self, size: int, other: int) -> Side:
+        if size > self.long_side:
+            return DiagonalSide()
+        block = None if size <= self.full_side else self.block_size
+        return _block_side(block, self.drift_from)
+
+
+@dataclass(frozen=True)
+class NoRoots(KroneckerRoots):
+    """No metric: only the request's scale is normalised (an ablation)."""
+
+    def side(self, size: int, other: int) -> Side:
+        return ScalarSide()
+
+
+# Sides are settings only: one object serves every step.
+_block_side = cache(BlockSide)
+
+
+_NAMES: dict[type, str] = {
+    FullRoots: "full",
+    BlockedRoots: "blocked",
+    LowRankRoots: "low_rank",
+    AutoRoots: "auto",
+    NoRoots: "none",
+}
+
+
+def resolve_roots(spec: str | RootBackend) -> RootBackend:
+    """The backend that a `roots=` option names.
+
+    Args:
+        spec: an instance, a name ("full", "blocked", "low_rank", "auto", "none"), or a name with
+            options as `describe()` writes them, such as "low_rank(rank=64)".
+
+    Raises:
+        TypeError: neither text nor a `RootBackend`.
+        ValueError: a name or option that no built-in backend has.
+    """
+    if isinstance(spec, RootBackend):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(
+            f"roots={spec!r} is a {type(spec).__name__}: give a name ({', '.join(_NAMES.values())}) "
+            "or an instance of a RootBackend subclass"
+        )
+    by_name = {name: backend for backend, name in _NAMES.items()}
+    name, _, _ = spec.partition("(")
+    if name not in by_name:
+        raise ValueError(f"roots={spec!r} is unknown: choose one of {', '.join(by_name)}")
+    try:
+        call = ast.parse(spec if "(" in spec else f"{spec}()", mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert not call.args
+        options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        return by_name[name](**options)
+    except (SyntaxError, AssertionError, TypeError) as error:
+        known = ", ".join(f.name for f in fields(by_name[name]))  # type: ignore[arg-type]
+        raise ValueError(
+            f"roots={spec!r} cannot be read: {name} takes the options {known or 'none'}"
+        ) from error
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive whole number")

@@ -1,0 +1,230 @@
+"""One side of a Kronecker metric: the covariance of the rows of a (b, size, other) gradient.
+
+Three kinds: `BlockSide` (dense blocks on the diagonal; one block is the full factor), `DiagonalSide`
+(a vector) and `ScalarSide` (no factor, only the side's scale). Each is a frozen settings object; state
+lives in a flat dict with keys prefixed by the side's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .base import Damping, Refresh, State
+from .decompose import eigenvalue_floor, inverse_root
+
+__all__ = ["BlockSide", "DiagonalSide", "ScalarSide", "Side", "relative_change"]
+
+# The number of probe columns whose images stand in for a reference copy when drift is estimated.
+PROBES = 4
+
+
+class Side(Protocol):
+    """What a side does; all tensors carry the batch first."""
+
+    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State: ...
+
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None: ...
+
+    def drift(self, state: State, name: str, correction: Tensor) -> Tensor: ...
+
+    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh: ...
+
+    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor: ...
+
+
+def relative_change(now: Tensor, reference: Tensor) -> Tensor:
+    """‖now - reference‖_F / ‖reference‖_F over all but the batch dimension; 0/0 is 0."""
+    change = torch.linalg.vector_norm((now - reference).flatten(1), dim=1)
+    length = torch.linalg.vector_norm(reference.flatten(1), dim=1)
+    return torch.where(change > 0, change / length, 0.0)
+
+
+def keep_where(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """The new value, but the old one for matrices that failed."""
+    return torch.where(failed.view(-1, *[1] * (new.ndim - 1)), old, new)
+
+
+@dataclass(frozen=True)
+class BlockSide:
+    """Dense covariance blocks of at most `block` rows on the diagonal.
+
+    Blocks are as equal as they can be: `size` rows make ceil(size/block) blocks of one size, and a
+    ragged last one where the division leaves a remainder. All blocks of one size, over all matrices of
+    the batch, are decomposed in one call.
+
+    Attributes:
+        block: largest block; None means one block, the full factor.
+        drift_from: "exact" keeps a copy of the factor at the last refresh, "sketch" its image under a
+            few fixed probes (an unbiased estimate of the same ratio's square at a fraction of the
+            memory), "age" nothing: drift is then reported as zero.
+    """
+
+    block: int | None = None
+    drift_from: Literal["exact", "sketch", "age"] = "exact"
+
+    def pieces(self, size: int) -> list[tuple[str, int, int, int]]:
+        """(suffix, first row, number of blocks, rows per block) of the equal blocks and the rest."""
+        if self.block is None or size <= self.block:
+            return [("", 0, 1, size)]
+        count = -(-size // self.block)
+        rows = -(-size // count)
+        whole = size // rows
+        pieces = [("", 0, whole, rows)]
+        if size % rows:
+            pieces.append(("_rest", whole * rows, 1, size - whole * rows))
+        return pieces
+
+    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
+        state: State = {}
+        for suffix, _, count, rows in self.pieces(size):
+            shape = (batch, count, rows, rows)
+            state[name + suffix] = like.new_zeros(shape)
+            identity = torch.eye(rows, dtype=like.dtype, device=like.device)
+            state[f"{name}{suffix}_root"] = identity.expand(shape).clone()
+            if self.drift_from == "exact":
+                state[f"{name}{suffix}_reference"] = like.new_zeros(shape)
+            elif self.drift_from == "sketch":
+                width = min(PROBES, rows)
+                state[f"{name}{suffix}_reference"] = like.new_zeros(*shape[:-1], width)
+        return state
+
+    def _rows(self, gradient: Tensor, first: int, count: int, rows: int) -> Tensor:
+        """The gradient's rows of one piece as (b·count, rows, other)."""
+        part = gradient[:, first : first + count * rows]
+        return part.reshape(-1, rows, gradient.shape[-1])
+
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
+        other = gradient.shape[-1]
+        for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
+            part = self._rows(gradient, first, count, rows)
+            factor = state[name + suffix].view(-1, rows, rows)
+            factor.baddbmm_(part, part.mT, beta=beta2, alpha=(1.0 - beta2) / other)
+
+    def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
+        if self.drift_from == "age":
+            return torch.zeros_like(correction)
+        worst = torch.zeros_like(correction)
+        for suffix in ("", "_rest"):
+            if name + suffix in state:
+                seen = self._seen(state[name + suffix]) / correction.view(-1, 1, 1, 1)
+                reference = state[f"{name}{suffix}_reference"]
+                worst = torch.maximum(worst, relative_change(seen, reference))
+        return worst
+
+    def _seen(self, factor: Tensor) -> Tensor:
+        """What is compared: the factor itself, or its image under the probes."""
+        if self.drift_from == "exact":
+            return factor
+        return factor @ _probes(factor)
+
+    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
+        conditions, failures = [], []
+        for suffix in ("", "_rest"):
+            if name + suffix not in state:
+                continue
+            factor = state[name + suffix] / correction.view(-1, 1, 1, 1)
+            batch, count, rows, _ = factor.shape
+            result = inverse_root(
+                factor.view(-1, rows, rows),
+                ridge=damping.ridge,
+                absolute=damping.absolute.repeat_interleave(count),
+            )
+            root = state[f"{name}{suffix}_root"]
+            root.copy_(
+                keep_where(result.failed, root.view(-1, rows, rows), result.root).view_as(root)
+            )
+            if self.drift_from != "age":
+                state[f"{name}{suffix}_reference"].copy_(self._seen(factor))
+            conditions.append(result.condition.view(batch, count).amax(1))
+            failures.append(result.failed.view(batch, count).any(1))
+        return Refresh(torch.stack(conditions).amax(0), torch.stack(failures).any(0))
+
+    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
+        parts = []
+        for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
+            root = state[f"{name}{suffix}_root"].view(-1, rows, rows)
+            part = torch.bmm(root, self._rows(gradient, first, count, rows))
+            parts.append(part.view(gradient.shape[0], count * rows, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _probes(factor: Tensor) -> Tensor:
+    """Fixed pseudo-random signs, (rows, width): the same on every call, rank and machine."""
+    rows = factor.shape[-1]
+    width = min(PROBES, rows)
+    index = torch.arange(1, rows * width + 1, dtype=torch.float64, device=factor.device)
+    # The fractional parts of k·√2 times a large constant are equidistributed; their halves are signs.
+    fraction = (index * 2**0.5 * 9973.0) % 1.0
+    return torch.where(fraction < 0.5, -1.0, 1.0).to(factor.dtype).view(rows, width)
+
+
+@dataclass(frozen=True)
+class DiagonalSide:
+    """The diagonal of the covariance only: one number per row."""
+
+    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
+        return {
+            f"{name}_diagonal": like.new_zeros(batch, size),
+            f"{name}_diagonal_root": like.new_ones(batch, size),
+        }
+
+    def _measure(self, gradient: Tensor) -> Tensor:
+        # The mean of squares along the row, without a squared copy of the gradient.
+        return torch.linalg.vector_norm(gradient, dim=-1).square() / gradient.shape[-1]
+
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
+        state[f"{name}_diagonal"].lerp_(self._measure(gradient), 1.0 - beta2)
+
+    def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
+        # A diagonal is cheap to track by age; the other side's drift decides.
+        return torch.zeros_like(correction)
+
+    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
+        values = state[f"{name}_diagonal"] / correction.view(-1, 1)
+        floor = eigenvalue_floor(values.mean(-1), damping.ridge, damping.absolute)
+        floored = torch.maximum(values, floor[:, None])
+        failed = ~floored.isfinite().all(-1)
+        root = state[f"{name}_diagonal_root"]
+        root.copy_(keep_where(failed, root, floored.pow(-0.25)))
+        return Refresh(floored.amax(-1) / floored.amin(-1), failed)
+
+    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
+        return gradient * state[f"{name}_diagonal_root"].unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class ScalarSide:
+    """No factor for this side, only its mean: keeps the request's scale, prefers no direction."""
+
+    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
+        return {
+            f"{name}_scale": like.new_zeros(batch),
+            f"{name}_scale_root": like.new_ones(batch),
+        }
+
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
+        entries = gradient.shape[-1] * gradient.shape[-2]
+        square = torch.linalg.matrix_norm(gradient).square() / entries
+        state[f"{name}_scale"].lerp_(square, 1.0 - beta2)
+
+    def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
+        return torch.zeros_like(correction)
+
+    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
+        value = state[f"{name}_scale"] / correction
+        floored = torch.maximum(value, eigenvalue_floor(value, damping.ridge, damping.absolute))
+        failed = ~floored.isfinite()
+        root = state[f"{name}_scale_root"]
+        root.copy_(keep_where(failed, root, floored.pow(-0.25)))
+        return Refresh(torch.ones_like(value), failed)
+
+    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
+        return gradient * state[f"{name}_scale_root"].view(-1, 1, 1)
+
+
+SideRule = Callable[[int, int], Side]

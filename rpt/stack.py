@@ -1,0 +1,186 @@
+"""Same-shaped parameters as one stack: permanent batched state, with a view of it per parameter.
+
+A matrix is stored wide (a tall one transposed), flattened to a row of (b, rows·cols). Vectors of
+similar length share a stack too, padded with zeros, which no inner product sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .roots import RootBackend
+
+__all__ = ["METRIC", "Stack", "compute_dtype", "matrix_shape", "vector_length_class"]
+
+# Prefix of the root backend's entries among a parameter's state.
+METRIC = "metric."
+# What a step measures of itself, one row per parameter in the stack, four entries in its state.
+MEASURED = "measured"
+_MEASURED = ("frame_confidence", "frame_coherence", "axial_closure", "gradient_alignment")
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """float64 for float64 parameters, float32 for every other floating type."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int] | None:
+    """(shape[0], numel/shape[0]) for two or more dimensions, None for vectors and scalars."""
+    if parameter.ndim < 2:
+        return None
+    return parameter.shape[0], parameter.numel() // parameter.shape[0]
+
+
+def vector_length_class(length: int) -> int:
+    """The padded length of a vector: the next power of two, and at least 64."""
+    return max(64, 1 << (length - 1).bit_length())
+
+
+class Stack:
+    """State of `b` parameters of one wide shape, in tensors whose first dimension is the stack.
+
+    Args:
+        parameters: the members; all of one `matrix_shape` up to transposition, or all vectors.
+        backend: the metric of a stack of matrices; None makes a stack of vectors.
+        dtype: the working dtype.
+        device: where the state lives.
+        polar_prior: the polar weight of matrices that no observation has reached.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        backend: RootBackend | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        polar_prior: float,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.backend = backend
+        self.dtype, self.device = dtype, device
+        self.position = {id(p): i for i, p in enumerate(self.parameters)}
+        batch = len(self.parameters)
+        if backend is None:
+            self.rows = 1
+            self.cols = max(vector_length_class(p.numel()) for p in self.parameters)
+            self.tall = [False] * batch
+        else:
+            shapes = [matrix_shape(p) or (1, 1) for p in self.parameters]
+            self.rows, self.cols = min(shapes[0]), max(shapes[0])
+            self.tall = [rows > cols for rows, cols in shapes]
+        self.sizes = torch.tensor(
+            [[float(p.numel())] for p in self.parameters], dtype=dtype, device=device
+        )
+        like = torch.empty(0, dtype=dtype, device=device)
+        width = self.rows * self.cols
+        self.tensors: dict[str, Tensor] = {
+            "momentum": like.new_zeros(batch, width),
+            "frame": like.new_zeros(batch, width),
+            MEASURED: like.new_tensor([1.0, 1.0, 0.0, 0.0]).repeat(batch, 1),
+            "polar_weight": like.new_full((batch,), polar_prior if backend else 0.0),
+            "residual_entropy_rank": like.new_ones(batch),
+        }
+        if backend is None:
+            self.tensors["second_moment"] = like.new_zeros(batch)
+        else:
+            metric = backend.create(batch, self.rows, self.cols, dtype=dtype, device=device)
+            self.tensors |= {METRIC + key: value for key, value in metric.items()}
+            self.tensors["root_condition"] = like.new_ones(batch)
+            self.tensors["root_failures"] = like.new_zeros(batch, dtype=torch.int64)
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.backend is not None
+
+    def view(self, key: str, index: int) -> Tensor:
+        """One parameter's share of a state tensor, shaped like the parameter where that applies."""
+        if key in _MEASURED:
+            return self.tensors[MEASURED][index, _MEASURED.index(key)]
+        value = self.tensors[key][index]
+        if key not in ("momentum", "frame"):
+            return value
+        return self.unpack(value, index)
+
+    def unpack(self, row: Tensor, index: int) -> Tensor:
+        """A row of a (b, rows·cols) tensor as a view in the parameter's own shape."""
+        parameter = self.parameters[index]
+        if not self.is_matrix:
+            return row[: parameter.numel()].view(parameter.shape)
+        matrix = row.view(self.rows, self.cols)
+        return (matrix.mT if self.tall[index] else matrix).view(parameter.shape)
+
+    @property
+    def keys(self) -> list[str]:
+        """The tensor entries of a parameter's state."""
+        return [key for key in self.tensors if key != MEASURED] + list(_MEASURED)
+
+    def host_state(self) -> dict[str, float]:
+        """What a parameter's state holds beside its views: counters and the gradient's unit."""
+        counters: dict[str, float] = {"step": 0, "observations": 0, "skipped": 0}
+        # 0 until the first non-zero gradient. float32 then works in units of a power of two near its
+        # largest entry, float64 in ones.
+        counters["unit"] = 0.0
+        return counters | ({"last_root_step": 0, "root_refreshes": 0} if self.is_matrix else {})
+
+    def adopt(self, index: int, record: dict[str, Any]) -> None:
+        """Take over one parameter's earlier state and leave views of the stack in its place.
+
+        Metric entries that do not fit the backend any more are dropped: the metric starts anew.
+        """
+        for key in self.keys:
+            view = self.view(key, index)
+            value = record.get(key)
+            if isinstance(value, Tensor) and value.shape == view.shape:
+                view.copy_(value)
+            elif value is not None and not isinstance(value, Tensor):
+                view.fill_(value)
+            record[key] = view
+        stale = [k for k in record if k.startswith(METRIC) and k not in self.tensors]
+        for key in stale:
+            del record[key]
+        if stale:
+            record["last_root_step"] = 0
+        for key, start in self.host_state().items():
+            record.setdefault(key, start)
+
+    def gradients(
+        self, members: Sequence[int], gradients: Sequence[Tensor], divisors: Sequence[float]
+    ) -> Tensor:
+        """Stack gradients, each divided by its divisor, as (k, rows·cols) in the working dtype."""
+        if self.is_matrix:
+            shape = (self.cols, self.rows)
+            rows = [
+                g.reshape(shape).mT.reshape(-1) if self.tall[i] else g.reshape(-1)
+                for i, g in zip(members, gradients, strict=True)
+            ]
+            out = torch.stack(
+                [row if row.dtype == self.dtype else row.to(self.dtype) for row in rows]
+            )
+        else:
+            out = torch.zeros(len(members), self.cols, dtype=self.dtype, device=self.device)
+            for row, gradient in zip(out, gradients, strict=True):
+                row[: gradient.numel()].copy_(gradient.reshape(-1))
+        scales = set(divisors)
+        if scales == {1.0}:
+            return out
+        if len(scales) == 1:
+            return out.div_(divisors[0])
+        return out.div_(torch.tensor(divisors, dtype=self.dtype, device=self.device)[:, None])
+
+    def select(self, members: Sequence[int]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Working tensors of some members: the stack itself for all, gathered copies otherwise."""
+        if len(members) == len(self.parameters):
+            return self.tensors, None
+        index = torch.tensor(members, device=self.device)
+        return {key: value[index] for key, value in self.tensors.items()}, index
+
+    def write_back(self, working: dict[str, Tensor], index: Tensor | None) -> None:
+        """Return gathered copies to the stack."""
+        if index is not None:
+            for key, value in working.items():
+                self.tensors[key][index] = value

@@ -1,0 +1,157 @@
+"""What happened in the last step, per parameter and in sum: read on request, never in the hot path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .optimizer import ResidualPolarTransport
+
+__all__ = ["ParameterTelemetry", "Telemetry", "gather_telemetry"]
+
+
+@dataclass(frozen=True)
+class ParameterTelemetry:
+    """One parameter after its last step; all plain numbers.
+
+    Attributes:
+        name: its name, or its group, position and shape.
+        step: updates it received.
+        residual_entropy_rank: last observed rank r; 1 before any observation.
+        polar_weight: α.
+        frame_coherence: q, cosine between the last two live requests.
+        frame_confidence: ρ, the share of carried momentum.
+        axial_closure: ρ β1 |‖P‖ - ⟨m̂,h⟩| / ‖P‖ of the last step.
+        gradient_alignment: cosine of the applied update with the gradient.
+        root_age: steps since its roots were recomputed; 0 for vectors.
+        root_refreshes: how often they were.
+        root_condition: largest over smallest eigenvalue of the metric at that time.
+        root_failures: decompositions that failed and left the previous root.
+        observations: steps that brought an observation.
+        skipped: steps skipped for a non-finite gradient.
+        state_bytes: bytes of optimizer state.
+    """
+
+    name: str
+    step: int
+    residual_entropy_rank: float
+    polar_weight: float
+    frame_coherence: float
+    frame_confidence: float
+    axial_closure: float
+    gradient_alignment: float
+    root_age: int
+    root_refreshes: int
+    root_condition: float
+    root_failures: int
+    observations: int
+    skipped: int
+    state_bytes: int
+
+
+class Telemetry(dict[str, Any]):
+    """Plain Python: {"parameters": {name: {...}}, "total": {...}}; `str()` of it is a table."""
+
+    _COLUMNS = (
+        ("step", "step", "d"),
+        ("rank", "residual_entropy_rank", ".3f"),
+        ("polar", "polar_weight", ".3f"),
+        ("q", "frame_coherence", "+.3f"),
+        ("age", "root_age", "d"),
+        ("refresh", "root_refreshes", "d"),
+        ("condition", "root_condition", ".1e"),
+        ("failed", "root_failures", "d"),
+        ("skipped", "skipped", "d"),
+    )
+
+    def __str__(self) -> str:
+        width = max([len(name) for name in self["parameters"]] + [len("parameter")])
+        head = f"{'parameter':{width}}" + "".join(f"{label:>10}" for label, *_ in self._COLUMNS)
+        lines = [head, "-" * len(head)]
+        for name, entry in self["parameters"].items():
+            cells = "".join(f"{format(entry[key], form):>10}" for _, key, form in self._COLUMNS)
+            lines.append(f"{name:{width}}{cells}")
+        total = self["total"]
+        lines.append("-" * len(head))
+        lines.append(
+            f"{total['parameters']} parameters, {total['state_bytes'] / 2**20:.2f} MiB of state; "
+            f"mean polar weight {total['polar_weight']:.3f}, rank {total['residual_entropy_rank']:.3f}"
+            f", coherence {total['frame_coherence']:+.3f}; {total['root_failures']} failed roots, "
+            f"{total['skipped']} skipped updates"
+        )
+        return "\n".join(lines)
+
+
+def gather_telemetry(optimizer: ResidualPolarTransport) -> Telemetry:
+    """Read the state of every parameter that has one, with one transfer per stack and quantity."""
+    entries = list(_entries(optimizer))
+    matrices = [e for e in entries if e.root_refreshes > 0]
+    parameters = {entry.name: {**asdict(entry)} for entry in entries}
+    for entry in parameters.values():
+        del entry["name"]
+    total = {
+        "parameters": len(entries),
+        "state_bytes": sum(e.state_bytes for e in entries),
+        "polar_weight": _mean([e.polar_weight for e in matrices], 0.0),
+        "residual_entropy_rank": _mean([e.residual_entropy_rank for e in matrices], 1.0),
+        "turn": _mean([0.5 * (1.0 - e.frame_coherence) for e in entries], 0.0),
+        "history_alignment": _mean([e.gradient_alignment for e in entries], 1.0),
+        "frame_coherence": _mean([e.frame_coherence for e in entries], 1.0),
+        "frame_confidence": _mean([e.frame_confidence for e in entries], 1.0),
+        "axial_closure": _mean([e.axial_closure for e in entries], 0.0),
+        "root_condition": _mean([e.root_condition for e in matrices], 1.0),
+        "root_refresh_fraction": _mean([float(e.root_age == 0) for e in matrices], 0.0),
+        "root_age": _mean([float(e.root_age) for e in matrices], 0.0),
+        "root_refreshes": sum(e.root_refreshes for e in entries),
+        "root_failures": sum(e.root_failures for e in entries),
+        "observations": sum(e.observations for e in entries),
+        "skipped": sum(e.skipped for e in entries),
+        "gain": _mean([float(group["gain"]) for group in optimizer.param_groups], 1.0),
+    }
+    return Telemetry(parameters=parameters, total=total)
+
+
+def _entries(optimizer: ResidualPolarTransport) -> Iterator[ParameterTelemetry]:
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            record = optimizer.state.get(parameter)
+            if not record:
+                continue
+            age = record.get("step", 0) - record.get("last_root_step", 0)
+            yield ParameterTelemetry(
+                name=optimizer.parameter_name(g, i),
+                step=record.get("step", 0),
+                residual_entropy_rank=_number(record, "residual_entropy_rank", 1.0),
+                polar_weight=_number(record, "polar_weight", 0.0),
+                frame_coherence=_number(record, "frame_coherence", 1.0),
+                frame_confidence=_number(record, "frame_confidence", 1.0),
+                axial_closure=_number(record, "axial_closure", 0.0),
+                gradient_alignment=_number(record, "gradient_alignment", 0.0),
+                root_age=age if record.get("last_root_step") else 0,
+                root_refreshes=record.get("root_refreshes", 0),
+                root_condition=_number(record, "root_condition", 1.0),
+                root_failures=int(_number(record, "root_failures", 0.0)),
+                observations=record.get("observations", 0),
+                skipped=record.get("skipped", 0),
+                state_bytes=_bytes(record),
+            )
+
+
+def _number(record: dict[str, Any], key: str, default: float) -> float:
+    # Telemetry is asked for by a person or a logger: this is where the host waits.
+    value = float(record.get(key, default))
+    return value if math.isfinite(value) else default
+
+
+def _bytes(record: dict[str, Any]) -> int:
+    tensors = (v for v in record.values() if isinstance(v, torch.Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _mean(values: list[float], empty: float) -> float:
+    return sum(values) / len(values) if values else empty

@@ -1,0 +1,209 @@
+"""Momentum carried by the minimum rotation between live requests, axial closure, and the certificate.
+
+Pure functions over a stack of `b` parameters, each flattened to `n` entries: tensors are (b, n),
+per-parameter scalars are (b, 1). Zero padding at the end of a row changes no result, because
+everything here is an inner product or a linear combination.
+
+Source: the RPT guide, "Transport remains the default update".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Carried",
+    "Frame",
+    "carry",
+    "certificate",
+    "live_frame",
+    "next_frame",
+    "rescale_to_rms",
+    "rotation",
+]
+
+
+class Frame(NamedTuple):
+    """The live request's frame compared with the stored one; every field is (b, 1).
+
+    Attributes:
+        length: n = ‖P‖_F.
+        inverse: 1/n, 0 for a request that vanished.
+        coherence: q = ⟨h₋, h⟩ clipped to [-1, 1]; 1 where there was nothing to compare.
+        confidence: ρ = clip(q, 0, 1); 1 with no stored frame, 0 for a request that vanished.
+        compared: whether q compares two frames, bool.
+        live: whether n > `transport_eps`, bool.
+    """
+
+    length: Tensor
+    inverse: Tensor
+    coherence: Tensor
+    confidence: Tensor
+    compared: Tensor
+    live: Tensor
+
+
+class Carried(NamedTuple):
+    """Momentum and update after one step.
+
+    Attributes:
+        momentum: m, (b, n).
+        update: u, (b, n).
+        closing: length ρ β1 (‖P‖ - ⟨m̂,h⟩) of the axial closure, (b, 1).
+    """
+
+    momentum: Tensor
+    update: Tensor
+    closing: Tensor
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    """Row-wise inner product, (b, n), (b, n) -> (b, 1), without a product-sized intermediate."""
+    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).squeeze(2)
+
+
+def norm(x: Tensor) -> Tensor:
+    """Row-wise Frobenius norm, (b, n) -> (b, 1)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def live_frame(request: Tensor, stored: Tensor, transport_eps: float) -> Frame:
+    """Compare the request's direction with the stored frame (a zero row means: none stored)."""
+    length = norm(request)
+    live = length > transport_eps
+    inverse = length.reciprocal().masked_fill(~live, 0.0)
+    # A stored frame has length one; only a row that never held one is zero.
+    compared = live & (norm(stored) > 0.5)
+    cosine = (dot(stored, request) * inverse).clamp_(-1.0, 1.0)
+    coherence = cosine.masked_fill_(~compared, 1.0)
+    confidence = coherence.clamp_min(0.0).mul_(live)
+    return Frame(length, inverse, coherence, confidence, compared, live)
+
+
+def next_frame(request: Tensor, stored: Tensor, frame: Frame) -> Tensor:
+    """h = P/‖P‖, the stored frame where the request vanished."""
+    return torch.addcmul(request * frame.inverse, stored, ~frame.live)
+
+
+def rotation(
+    momentum: Tensor, stored: Tensor, request: Tensor, frame: Frame, transport_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Carry the momentum into the live frame: coefficients on (m, h₋, h), each (b, 1).
+
+    The minimum rotation that takes h₋ to h is, with a = ⟨m,h₋⟩ and z = m - a h₋,
+    T(m) = a h + z - c (h₋ + h), c = ⟨z,h⟩/(1+q): a combination of m, h₋ and h. Its part along h is
+    kept in proportion to ρ, its part across h to ρ², the unrotated momentum to 1 - ρ:
+
+        m <- (1-ρ) m + ρ (⟨T(m),h⟩ h + ρ (T(m) - ⟨T(m),h⟩ h))
+
+    At q = -1 the plane of rotation is undefined and nothing rotates; nor does it without a comparison.
+    """
+    q, rho = frame.coherence, frame.confidence
+    turns = frame.compared & (1.0 + q > transport_eps)
+    along_old = dot(momentum, stored)
+    along_new = dot(momentum, request) * frame.inverse
+    tilt = (along_new - along_old * q) / (1.0 + q).clamp_min(transport_eps)
+    on_old = -(along_old + tilt)
+    on_new = along_old - tilt
+    forward = along_new + on_old * q + on_new
+    # All three are zero corrections to (1, 0, 0) where nothing turns.
+    rho = rho * turns
+    squared = rho * rho
+    return (
+        1.0 - rho + squared,
+        squared * on_old,
+        (rho - squared) * forward + squared * on_new,
+    )
+
+
+def carry(
+    momentum: Tensor,
+    stored: Tensor,
+    request: Tensor,
+    frame: Frame,
+    *,
+    beta1: float,
+    correction: Tensor | float,
+    transport_eps: float,
+    transport: bool = True,
+    closure: bool = True,
+) -> Carried:
+    """Transport, accumulate, look ahead and close the axial lag.
+
+        m <- β1 T + (1-β1) P                      T the carried momentum of `rotation`
+        u  = β1 m̂ + (1-β1) P + ρ β1 (‖P‖ - ⟨m̂,h⟩) h
+
+    Everything lies in the span of m, h₋ and P, so that only coefficients are computed here and each
+    large tensor is written once.
+
+    Args:
+        momentum: m, (b, n).
+        stored: h₋, (b, n), zero where there is none.
+        request: P, (b, n).
+        frame: what `live_frame` returned.
+        beta1: momentum coefficient.
+        correction: 1 - β1^t, a float or (b, 1).
+        transport_eps: τ.
+        transport: False leaves the momentum where it was.
+        closure: False leaves plain bias-corrected momentum, u = m̂.
+    """
+    if transport:
+        on_m, on_old, on_new = rotation(momentum, stored, request, frame, transport_eps)
+        on_request = beta1 * on_new * frame.inverse + (1.0 - beta1)
+        carried = (momentum * (beta1 * on_m)).addcmul_(beta1 * on_old, stored)
+        carried.addcmul_(on_request, request)
+    else:
+        carried = torch.lerp(momentum, request, 1.0 - beta1)
+    if not closure:
+        return Carried(carried, carried / correction, torch.zeros_like(frame.length))
+    along = dot(carried, request) * frame.inverse / correction
+    closing = frame.confidence * beta1 * (frame.length - along)
+    update = carried * (beta1 / correction)
+    update.addcmul_(closing * frame.inverse + (1.0 - beta1), request)
+    return Carried(carried, update, closing)
+
+
+def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0.
+
+    Inner products run in float64 on the gradient divided by its largest entry, so that neither its
+    scale nor cancellation in float32 decides.
+
+    Returns:
+        the certified update, (b, n), and its cosine with the gradient, (b, 1), 1 where either is zero.
+    """
+    lengths = norm(update) * norm(gradient)
+    if update.dtype == torch.float32 and update.device.type == "cpu":
+        # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
+        alignment = dot(update, gradient) / lengths
+        if bool((alignment > 1e-3).all()):
+            return update, alignment
+    peak = gradient.abs().amax(dim=-1, keepdim=True).double()
+    wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
+    inner = dot(update.double(), wide)
+    squared = dot(wide, wide)
+    excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
+    certified = update - (excess * wide).to(update.dtype)
+    lengths = norm(certified).double() * squared.sqrt()
+    alignment = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0)
+    return certified, alignment.to(update.dtype)
+
+
+def rescale_to_rms(update: Tensor, rms: float, size: Tensor | int) -> Tensor:
+    """Give every row the root mean square `rms` over its `size` true entries; a zero row stays zero.
+
+    A row of one entry keeps its length: there is nothing to spread, and a fixed length would leave
+    its sign alone. A scalar's first step is then the learning rate, as AdamW's.
+
+    Args:
+        update: u, (b, n).
+        rms: the target, in units of the learning rate.
+        size: number of entries behind each row without padding, an int or (b, 1).
+    """
+    length = norm(update)
+    size = torch.as_tensor(size, dtype=update.dtype, device=update.device)
+    target = torch.where(size > 1, rms * size.sqrt(), length)
+    return update * (target / torch.where(length > 0, length, torch.inf))

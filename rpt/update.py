@@ -1,0 +1,277 @@
+"""The update rule over one stack of same-shaped parameters: the page to read first.
+
+    metric       P = L^-1/4 G R^-1/4                 the live request
+    transport    m rotated from h₋ to h = P/‖P‖      history in the live frame
+    closure      u from m, P and the lag along h
+    polar share  u mixed with its polar factor       matrices only
+    certificate  ⟨u, G⟩ >= 0
+    length       u · update_rms / RMS(u)             default preset only
+
+Source: the RPT guide; formulas and constants follow its specification, sections 1-5 and 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .polar import Schedule, polar_share
+from .roots import Damping, RootBackend
+from .stack import MEASURED, METRIC
+from .transport import carry, certificate, live_frame, next_frame, rescale_to_rms
+
+__all__ = ["Members", "Rule", "Step", "divisor", "next_unit", "take_step", "update_polar_weight"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The numbers of the rule for one parameter group; names as in `ResidualPolarTransport`."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    matrix_ridge: float
+    polar_beta: float
+    polar_release_beta: float
+    polar_schedule: Schedule
+    transport_eps: float
+    root_drift_threshold: float | None
+    max_root_staleness: int
+    update_rms: float | None
+    transport: bool
+    closure: bool
+
+
+@dataclass
+class Members:
+    """Host-side facts about the stack's members that take part in this step.
+
+    Attributes:
+        steps: t of each, this step included.
+        root_ages: steps since each one's last refresh; None for a matrix without roots.
+        units: what each gradient was divided by.
+        positions: of each in the stack, which spreads refreshes by age over the steps.
+        shaped: whether any of them may have a polar weight above zero.
+    """
+
+    steps: list[int]
+    root_ages: list[int | None]
+    units: list[float]
+    positions: list[int]
+    shaped: bool
+
+
+@dataclass
+class Step:
+    """What one step computed for a stack.
+
+    Attributes:
+        update: u, (k, rows·cols), to be multiplied by the learning rate.
+        coherence: q, (k,).
+        compared: where q compares two frames, bool (k,).
+        refreshed: indices whose roots were due.
+        failed: which of those kept their previous root, bool; None where none was due.
+    """
+
+    update: Tensor
+    coherence: Tensor
+    compared: Tensor
+    refreshed: list[int]
+    failed: Tensor | None
+
+
+def take_step(
+    state: dict[str, Tensor],
+    gradient: Tensor,
+    sizes: Tensor,
+    shape: tuple[int, int],
+    backend: RootBackend | None,
+    members: Members,
+    rule: Rule,
+) -> Generator[Tensor, list[float], Step]:
+    """One step of `k` parameters, changing `state` in place.
+
+    A generator, so that several stacks can share one host synchronisation: it yields the drift of its
+    metrics, (k,), at most once, and is sent the same numbers as a list.
+
+    Args:
+        state: the stack's tensors, first dimension k.
+        gradient: G divided by its unit, (k, rows·cols), finite, in the working dtype.
+        sizes: number of entries of each parameter, (k, 1).
+        shape: (rows, cols), wide.
+        backend: the metric, or None for vectors.
+        members: step counts and root ages.
+        rule: the numbers.
+    """
+    correction2 = _correction(rule.beta2, members.steps, gradient)
+    refreshed: list[int] = []
+    failed: Tensor | None = None
+    if backend is None:
+        request = vector_request(
+            state["second_moment"], gradient, sizes, correction2, members, rule
+        )
+    else:
+        matrices = gradient.view(-1, *shape)
+        metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
+        backend.accumulate(metric, matrices, rule.beta2)
+        due = due_by_age(members, rule)
+        if rule.root_drift_threshold is not None and not all(due):
+            drift = yield backend.drift(metric, shape, correction2)
+            due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
+        refreshed = [i for i, is_due in enumerate(due) if is_due]
+        failed = _refresh(state, metric, shape, backend, refreshed, correction2, members, rule)
+        request = backend.apply(metric, matrices).reshape(gradient.shape)
+
+    stored = state["frame"]
+    frame = live_frame(request, stored, rule.transport_eps)
+    carried = carry(
+        state["momentum"],
+        stored,
+        request,
+        frame,
+        beta1=rule.beta1,
+        correction=_correction(rule.beta1, members.steps, gradient)[:, None],
+        transport_eps=rule.transport_eps,
+        transport=rule.transport,
+        closure=rule.closure,
+    )
+    state["momentum"].copy_(carried.momentum)
+    state["frame"].copy_(next_frame(request, stored, frame))
+    update = carried.update
+    if backend is not None and members.shaped:
+        update = polar_share(
+            update.view(-1, *shape),
+            state["polar_weight"],
+            rule.polar_schedule,
+            rule.transport_eps,
+        ).reshape(gradient.shape)
+    update, alignment = certificate(update, gradient)
+    closing = (carried.closing * frame.inverse).abs_()
+    measured = (frame.confidence, frame.coherence, closing, alignment)
+    state[MEASURED].copy_(torch.cat(measured, dim=1))
+    if rule.update_rms is not None:
+        update = rescale_to_rms(update, rule.update_rms, sizes)
+    return Step(update, frame.coherence[:, 0], frame.compared[:, 0], refreshed, failed)
+
+
+def next_unit(unit: float, peak: float) -> float:
+    """The power of two that a float32 gradient is divided by, fixed at its first non-zero value.
+
+    Covariances are squares of the gradient: in these units float32 holds them for gradients from 1e-30
+    to 1e30, and scaling every gradient by a power of two changes no bit of the step.
+
+    Args:
+        unit: the unit so far, 0 for none.
+        peak: largest absolute entry of the gradient.
+    """
+    if unit or not peak:
+        return unit
+    return math.ldexp(1.0, min(max(math.frexp(peak)[1], -126), 126))
+
+
+def divisor(unit: float, peak: float) -> float:
+    """What to divide a gradient by: its unit, or more where its square would still overflow."""
+    return max(unit or 1.0, peak * 2.0**-50)
+
+
+def due_by_age(members: Members, rule: Rule) -> list[bool]:
+    """Which matrices need new roots whatever their drift.
+
+    With a drift threshold: those without roots or `max_root_staleness` steps old, exactly as
+    published. Without one, age decides alone: often while the covariance is young, later every
+    `max_root_staleness` steps or so, spread so that the matrices of a stack do not all fall due at once.
+    """
+    due = []
+    for step, age, position in zip(
+        members.steps, members.root_ages, members.positions, strict=True
+    ):
+        limit = float(rule.max_root_staleness)
+        if rule.root_drift_threshold is None:
+            # Multiples of the golden ratio are spread evenly in [0, 1).
+            spread = 0.75 + 0.5 * (position * 0.6180339887498949 % 1.0)
+            limit = max(1.0, min(limit * spread, step * spread / 4))
+        due.append(age is None or age >= limit)
+    return due
+
+
+def vector_request(
+    moment: Tensor,
+    gradient: Tensor,
+    sizes: Tensor,
+    correction: Tensor,
+    members: Members,
+    rule: Rule,
+) -> Tensor:
+    """P = G / (√v̂ + ε) with v the running mean of G²: one scalar, so no coordinate is privileged."""
+    square = torch.linalg.vector_norm(gradient, dim=-1).square_().div_(sizes[:, 0])
+    moment.lerp_(square, 1.0 - rule.beta2)
+    scale = (moment / correction).sqrt_()
+    if rule.eps:
+        scale += _absolute(rule.eps, members.units, scale)
+    return gradient / scale.masked_fill_(scale == 0, 1.0)[:, None]
+
+
+def update_polar_weight(
+    weight: Tensor, rank: Tensor, *, polar_beta: float, polar_release_beta: float
+) -> Tensor:
+    """α <- βα + (1-β)(1-r), β = polar_beta while α rises, polar_release_beta while it falls.
+
+    Args:
+        weight: α, (k,).
+        rank: r in [0, 1], NaN where there was no observation: α then stays, (k,).
+    """
+    target = 1.0 - rank
+    beta = torch.full_like(weight, polar_beta).masked_fill(target < weight, polar_release_beta)
+    return torch.where(rank.isnan(), weight, beta * weight + (1.0 - beta) * target)
+
+
+def _refresh(
+    state: dict[str, Tensor],
+    metric: dict[str, Tensor],
+    shape: tuple[int, int],
+    backend: RootBackend,
+    due: list[int],
+    correction: Tensor,
+    members: Members,
+    rule: Rule,
+) -> Tensor | None:
+    """Recompute the roots that are due; which of them failed, in the order of `due`."""
+    if not due:
+        return None
+    absolute = _absolute(rule.eps, members.units, correction).square_()
+    if len(due) == len(correction):
+        refresh = backend.refresh(metric, shape, correction, Damping(rule.matrix_ridge, absolute))
+        condition, failures = state["root_condition"], state["root_failures"]
+        condition.copy_(torch.where(refresh.failed, condition, refresh.condition))
+        failures += refresh.failed
+        return refresh.failed
+    index = torch.tensor(due, device=correction.device)
+    part = {key: value[index] for key, value in metric.items()}
+    refresh = backend.refresh(
+        part, shape, correction[index], Damping(rule.matrix_ridge, absolute[index])
+    )
+    for key, value in part.items():
+        metric[key][index] = value
+    old = state["root_condition"][index]
+    state["root_condition"][index] = torch.where(refresh.failed, old, refresh.condition)
+    state["root_failures"][index] += refresh.failed.to(torch.int64)
+    return refresh.failed
+
+
+def _absolute(eps: float, units: list[float], like: Tensor) -> Tensor:
+    """ε in the units that gradients were divided by; its square must stay in float32's range."""
+    values = [min(eps / (unit or 1.0), 1e15) for unit in units]
+    if len(set(values)) == 1:
+        return like.new_full((len(values),), values[0])
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
+def _correction(beta: float, steps: list[int], like: Tensor) -> Tensor:
+    """1 - β^t, (k,): a fill where all steps agree, so that no host memory is copied."""
+    if len(set(steps)) == 1:
+        return like.new_full((len(steps),), 1.0 - beta ** steps[0])
+    return torch.tensor([1.0 - beta**t for t in steps], dtype=like.dtype, device=like.device)
