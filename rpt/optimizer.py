@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
 from contextlib import ExitStack
+from itertools import compress
 from typing import Any
 
 import torch
