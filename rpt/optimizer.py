@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from rpt.observers.staging import ObservationStage
 
 from .checkpoint import check_loadable, restore_dtypes
 from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
+from .manifold import manifold_of, step_on_manifold
 from .observing import ObservingOptimizer
 from .options import (
     IMPLEMENTATION_KEYWORDS,
@@ -142,6 +145,11 @@ class ResidualPolarTransport(ObservingOptimizer):
 
     def _begin(self) -> None:
         """Set up what is never serialised."""
+        # Whoever compiles step() gets it as it is: its host decisions would be traced anew each time.
+        # Done here because importing torch.compiler's machinery takes seconds that `import rpt` saves.
+        update = ResidualPolarTransport._update
+        if not hasattr(update, "_torchdynamo_disable"):
+            ResidualPolarTransport._update = torch.compiler.disable(update)  # type: ignore[method-assign]
         self._registry = StackRegistry()
         self._stage = ObservationStage(self.observer_settings)
         self._attachment = None
@@ -206,8 +214,8 @@ class ResidualPolarTransport(ObservingOptimizer):
             return resolve_roots(name)
         except ValueError as error:
             raise ValueError(
-                f"{error}. If a checkpoint brought it, build the optimizer with the same "
-                "roots=instance before loading"
+                f"{error}. If it is a backend of your own, build the optimizer with that instance as "
+                "roots= before loading"
             ) from error
 
     def parameter_name(self, group_index: int, index: int) -> str:
@@ -240,8 +248,25 @@ class ResidualPolarTransport(ObservingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        """The step without its closure, in full precision whatever autocast surrounds it."""
+        kinds = {p.device.type for group in self.param_groups for p in group["params"]}
+        with ExitStack() as precision:
+            for kind in kinds:
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                    precision.enter_context(torch.autocast(kind, enabled=False))
+            self._update_in_full_precision()
+
+    def _update_in_full_precision(self) -> None:
         self._check_edited_groups()
         live, peaks = self._finite(self._live_gradients())
+        curved = [entry for entry in live if manifold_of(entry[1]) is not None]
+        if curved:
+            flat = [manifold_of(p) is None for _, p, _ in live]
+            live, peaks = list(compress(live, flat)), list(compress(peaks, flat))
         self._registry.ensure(
             [(g, p) for g, p, _ in live], self.param_groups, self.state, self._backend
         )
@@ -261,6 +286,8 @@ class ResidualPolarTransport(ObservingOptimizer):
                     done.append(item)
             except Exception as error:
                 raise self._interrupted(error, batch, done) from error
+        for g, parameter, gradient in curved:
+            step_on_manifold(parameter, gradient, self.state[parameter], self.param_groups[g])
         self._warn_of_failed_roots(done)
         for group in self.param_groups:
             if group["gain_rate"]:
@@ -275,7 +302,6 @@ class ResidualPolarTransport(ObservingOptimizer):
                     for p, q in zip(item.parameters, item.step.coherence, strict=True)
                 }
             )
-        return loss
 
     def _live_gradients(self) -> list[tuple[int, Tensor, Tensor]]:
         """(group index, parameter, gradient) of all that take part; refuses before any change."""
@@ -387,7 +413,13 @@ class ResidualPolarTransport(ObservingOptimizer):
 
     # -- checkpoints --------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on: plain numbers, text and tensors."""
+        self._note_observation_ages()
+        return super().state_dict()
+
     def __getstate__(self) -> dict[str, Any]:
+        self._note_observation_ages()
         state = super().__getstate__()
         return state | {
             "_custom_roots": self._custom_roots,
@@ -407,6 +439,8 @@ class ResidualPolarTransport(ObservingOptimizer):
             ValueError: groups, parameter shapes or root backends that do not match.
         """
         check_loadable(self, state_dict)
+        for group in state_dict["param_groups"]:
+            self._backend(group.get("roots", "auto"))
         seen: dict[str, Any] = {}
         # Registered last, so that it sees what the user's own hooks made of the state.
         handle = self.register_load_state_dict_pre_hook(lambda _, final: seen.update(final))
@@ -417,6 +451,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         restore_dtypes(self, seen)
         for group in self.param_groups:
             complete_group(group, self.defaults)
+        self._restore_observation_ages()
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:

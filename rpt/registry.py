@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .roots import RootBackend
-from .stack import Stack, compute_dtype, matrix_shape, vector_length_class
+from .stack import Stack, compute_dtype, matrix_shape, padded_shape, vector_length_class
 
 __all__ = ["StackRegistry"]
 
@@ -50,7 +50,7 @@ class StackRegistry:
         """
         live = list(live)
         settled = all(
-            self._keys.get(id(p)) == _stack_key(g, groups[g], p)
+            self._keys.get(id(p)) == _stack_key(g, groups[g], p, backend)
             and state.get(p) is self._records.get(id(p))
             for g, p in live
         )
@@ -60,7 +60,9 @@ class StackRegistry:
         shelves: dict[tuple[Any, ...], list[Tensor]] = {}
         for g, parameter in _members(groups):
             if id(parameter) in taking_part or "momentum" in state.get(parameter, {}):
-                shelves.setdefault(_stack_key(g, groups[g], parameter), []).append(parameter)
+                shelves.setdefault(_stack_key(g, groups[g], parameter, backend), []).append(
+                    parameter
+                )
         self.forget()
         for key, parameters in shelves.items():
             group = groups[key[0]]
@@ -89,11 +91,17 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]
             yield g, parameter
 
 
-def _stack_key(index: int, group: Mapping[str, Any], parameter: Tensor) -> tuple[Any, ...]:
+def _stack_key(
+    index: int,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    backend: Callable[[str], RootBackend],
+) -> tuple[Any, ...]:
     """What the members of one stack have in common."""
-    shape = matrix_shape(parameter)
-    common = (index, compute_dtype(parameter), parameter.device)
+    shape, dtype = matrix_shape(parameter), compute_dtype(parameter)
+    common = (index, dtype, parameter.device)
     if shape is None:
         return (*common, vector_length_class(parameter.numel()))
     drifts = group["root_drift_threshold"] is not None
-    return (*common, min(shape), max(shape), group["roots"], drifts)
+    wide = padded_shape(*shape, backend(group["roots"]), dtype)
+    return (*common, *wide, group["roots"], drifts)
