@@ -137,7 +137,9 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        # What `out=` points to is overwritten, not read.
+        given = {key: value for key, value in kwargs.items() if key != "out"}
+        inputs = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
         before = [self.trail(t) for t in inputs]
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::").rstrip("_")
