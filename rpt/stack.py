@@ -75,6 +75,8 @@ class Stack:
         dtype: the working dtype.
         device: where the state lives.
         polar_prior: the polar weight of matrices that no observation has reached.
+        ordinals: running number of each among all parameters like it, those of other ranks included:
+            refreshes by age are spread by it, on every number of ranks alike.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class Stack:
         dtype: torch.dtype,
         device: torch.device,
         polar_prior: float,
+        ordinals: Sequence[int],
     ) -> None:
         self.parameters = list(parameters)
+        self.ordinals = list(ordinals)
         self.backend = backend
         self.dtype, self.device = dtype, device
         self.position = {id(p): i for i, p in enumerate(self.parameters)}

@@ -54,7 +54,7 @@ class Members:
         steps: t of each, this step included.
         root_ages: steps since each one's last refresh; None for a matrix without roots.
         units: what each gradient was divided by.
-        positions: of each in the stack, which spreads refreshes by age over the steps.
+        positions: running number of each among its like, which spreads refreshes over the steps.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
         outgrown: whether its gradients have become much larger than those its roots were made of.
         shaped: whether any of them may have a polar weight above zero.
