@@ -24,6 +24,10 @@ STRATEGIES: dict[str, Callable[[], Observer]] = {
 }
 
 
+# Below the first percentile of q on a small GPT: a turn that noise alone does not make.
+COHERENCE_THRESHOLD = -0.5
+
+
 class Attachment:
     """A model under observation.
 
@@ -120,7 +124,7 @@ def attach(
     strategy: str | Observer = "hook",
     observe_every: int = 1,
     sites: Iterable[Any] | None = None,
-    coherence_threshold: float = 0.0,
+    coherence_threshold: float = COHERENCE_THRESHOLD,
 ) -> Attachment:
     """Observe `model`'s layers into `stage`.
 

@@ -102,6 +102,7 @@ def test_activation_checkpointing_in_a_full_graph(backend, reentrant):
     compare(ranks_of("compiled", "once", backend, body), eager)
 
 
+@pytest.mark.slow
 def test_inductor_with_gradient_accumulation():
     eager = ranks_of("hook", "once", None, micro_batches=2)
     assert [count for _, count in eager] == [2, 2]
