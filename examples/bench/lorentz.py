@@ -321,7 +321,7 @@ def iterations_to_target(
         optimizer.zero_grad()
         loss = lorentz.squared_distance(layer(x), target)
         # One read per step: this experiment counts steps, it does not time them.
-        if float(loss) < 0.01:
+        if float(loss.detach()) < 0.01:
             return step
         loss.backward()
         if clip is not None:
@@ -489,7 +489,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="accuracy,expressivity,attention")
     parser.add_argument("--out", type=Path, default=Path("runs/lorentz"))
-    parser.add_argument("--seeds", type=int, default=5, help="clusters per radius")
+    parser.add_argument("--seeds", type=int, default=20, help="clusters per radius")
     parser.add_argument("--limit", type=int, default=10_000, help="SGD steps at most")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-compile", action="store_true")
