@@ -50,12 +50,12 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
             "ownership='local' cannot update sharded parameters (DTensor): a shard of a matrix has no "
             "polar factor of its own. Leave ownership out"
         )
-    several = dist.get_world_size() > 1
-    if several:
+    number = _next_number()
+    if plain and dist.get_world_size() > 1:
         world = dist.group.WORLD
         assert world is not None
-        rendezvous(f"step()#{_next_number()}", _STEP_REMEDY, world)
-        if plain and not _same_parameters(mode, groups, [p for _, p in plain], world):
+        rendezvous(f"step()#{number}", _STEP_REMEDY, world)
+        if not _same_parameters(mode, groups, [p for _, p in plain], world):
             if not shards:
                 return SingleProcess()
             raise RuntimeError(
@@ -65,8 +65,13 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
     owners = previous.owners if isinstance(previous, OwnerRanks) else {}
     teams = []
     for members, group in _teams(plain, shards):
+        if not all_agree(signature([[h.parameter for _, h in members]]), group):
+            raise RuntimeError(
+                "ranks that share parameters have them in different orders, shapes or placements: "
+                "build the model and the parameter groups alike on all of them"
+            )
         teams.append(_team(members, group, optimizer, owners))
-    return (ReplicatedRanks if mode == "replicated" else OwnerRanks)(teams, optimizer)
+    return (ReplicatedRanks if mode == "replicated" else OwnerRanks)(teams, optimizer, number)
 
 
 _built = 0

@@ -30,10 +30,16 @@ _STATE_DICT_REMEDY = (
 
 
 class _Ranks:
-    """What both modes share: agreeing on a step."""
+    """What both modes share: agreeing on a step.
 
-    def __init__(self, teams: Sequence[Team], optimizer: Optimizer) -> None:
-        self.teams, self.optimizer = list(teams), optimizer
+    Args:
+        teams: sets of ranks and their parameters, in the same order on every rank.
+        optimizer: whose.
+        number: of this object, the same on every rank.
+    """
+
+    def __init__(self, teams: Sequence[Team], optimizer: Optimizer, number: int) -> None:
+        self.teams, self.optimizer, self.number = list(teams), optimizer, number
         self.team_of = {id(p): team for team in self.teams for p in team.parameters}
         self.observed = Committed({}, None, {})
 
@@ -103,8 +109,8 @@ def _mean_of_present(gradient: Tensor, present: bool, team: Team) -> Tensor:
 class OwnerRanks(_Ranks):
     """Every matrix belongs to one rank, which keeps its state and computes its update."""
 
-    def __init__(self, teams: Sequence[Team], optimizer: Optimizer) -> None:
-        super().__init__(teams, optimizer)
+    def __init__(self, teams: Sequence[Team], optimizer: Optimizer, number: int) -> None:
+        super().__init__(teams, optimizer, number)
         self._calls = 0
 
     def owns(self, parameter: Tensor) -> bool:
@@ -190,7 +196,7 @@ class OwnerRanks(_Ranks):
         self._calls += 1
         for n, team in enumerate(self.teams):
             rendezvous(
-                f"state_dict()#{id_of(self)}.{n}.{self._calls}", _STATE_DICT_REMEDY, team.group
+                f"state_dict()#{self.number}.{n}.{self._calls}", _STATE_DICT_REMEDY, team.group
             )
         whole = dict(state)
         for team in self.teams:
@@ -244,11 +250,3 @@ class ReplicatedRanks(_Ranks):
     def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
         for team in self.teams:
             adopt_state(team, state, keep=lambda index: True)
-
-
-_numbers: dict[int, int] = {}
-
-
-def id_of(ranks: OwnerRanks) -> int:
-    """A number for each object, counted in order of first use: the same on every rank."""
-    return _numbers.setdefault(id(ranks), len(_numbers))

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .layout import box_slices, shard_box
+
 if TYPE_CHECKING:
     from .team import Team
 
@@ -82,15 +84,15 @@ def _placed(team: Team, i: int, value: Tensor) -> Tensor:
     parameter: Any = holding.parameter
     mesh = parameter.device_mesh
     if value.shape == holding.global_shape():
-        placements = list(parameter.placements)
+        placements = tuple(parameter.placements)
+        box = holding.boxes[team.rank]
     else:
         # Along the last mesh dimension: the one within which shards lie (the first replicates).
         longest = max(range(value.ndim), key=lambda dim: value.shape[dim])
-        placements = [Replicate() for _ in range(mesh.ndim - 1)] + [Shard(longest)]
-    whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    placed = whole.redistribute(placements=placements)
+        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(longest))
+        box = shard_box(value.shape, tuple(mesh.mesh.shape), placements, mesh.get_coordinate())
     # A copy of its own: the whole tensor can go.
-    local = placed.to_local().clone()
+    local = value[box_slices(box)].clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
     )

@@ -33,8 +33,9 @@ SCALARS = (
     "root_condition",
     "root_failures",
 )
-# Beside them: was it compared with an earlier frame, were its roots recomputed.
-FACTS = ("compared", "refreshed", *SCALARS)
+# Beside them: was it updated, its frame compared with an earlier one, were its roots recomputed.
+EVENTS = ("updated", "compared", "refreshed")
+FACTS = (*EVENTS, *SCALARS)
 
 
 class Team:
@@ -136,7 +137,7 @@ class Team:
         self._laid_out.clear()
         for exchange in (*self._gathers, *self._deliveries):
             exchange.clear()
-        self._facts[:, :2].zero_()
+        self._facts[:, : len(EVENTS)].zero_()
 
     def gather(self, bucket: int) -> None:
         """Send this rank's pieces of a bucket's gradients to their owners, without waiting."""
@@ -201,8 +202,9 @@ class Team:
         holding = self.members[i][1]
         here = box_slices(holding.boxes[self.rank])
         apply_updates([holding.local(parameter)], [update[here]], decay, rate)
-        self._facts[i, 0] = compared
-        self._facts[i, 1] = float(refreshed)
+        self._facts[i, 0] = 1.0
+        self._facts[i, 1] = compared
+        self._facts[i, 2] = float(refreshed)
         self._lay_out(i, update)
 
     def _lay_out(self, i: int, update: Tensor | None) -> None:
@@ -259,12 +261,13 @@ class Team:
             facts = exchange.incoming(peer, "facts")
             # The flag of a failed rank is looked at where that costs nothing; on a device its
             # results are harmless (unchanged values, zero updates) and the next step refuses.
-            if facts.device.type == "cpu" and facts[0, 0] != 0:
-                failed.append(peer)
-                continue
             if theirs:
                 self._facts[theirs] = facts[1:]
-            arrived += [(i, exchange.incoming(peer, i)) for i in theirs if i in self.live]
+            usable = [i for i in theirs if i in self.live]
+            if facts.device.type == "cpu" and facts[0, 0] != 0:
+                failed.append(peer)
+                usable = [i for i in usable if self._facts[i, 0] != 0]
+            arrived += [(i, exchange.incoming(peer, i)) for i in usable]
         self._write(arrived)
         exchange.clear()
         return failed
@@ -308,6 +311,9 @@ class Team:
     def publish(self, observed: Committed) -> None:
         """Bring the records of parameters owned elsewhere up to date with what their owners sent."""
         remote = [i for i in self.live if not self.owns(i)]
+        if self.device.type == "cpu":
+            # A rank that failed has updated only a part of what it owns.
+            remote = [i for i in remote if self._facts[i, 0] != 0]
         if not remote:
             return
         self._ensure_columns()
@@ -329,7 +335,7 @@ class Team:
                     record.setdefault("root_refreshes", 0)
                 self._linked[i] = record
         if self.device.type == "cpu":
-            for i, refreshed in zip(remote, self._facts[remote, 1].tolist(), strict=True):
+            for i, refreshed in zip(remote, self._facts[remote, 2].tolist(), strict=True):
                 if refreshed:
                     record = self.optimizer.state[self.parameters[i]]
                     record["last_root_step"] = record["step"]
@@ -350,4 +356,4 @@ class Team:
         indices = [i for i in self.live if self.members[i][0] == g]
         facts = self._facts[indices]
         coherence = facts[:, FACTS.index("frame_coherence")]
-        return [self.parameters[i] for i in indices], coherence, facts[:, 0] > 0
+        return [self.parameters[i] for i in indices], coherence, facts[:, 1] > 0
