@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab", "multiply_rows"]
 
-SLAB_ELEMENTS = 2**18
+SLAB_ELEMENTS = 2**19
 MAX_SLICE = 128
 
 EXPONENTIAL, RADIAL, SHARED = 1, 2, 4
