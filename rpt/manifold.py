@@ -9,12 +9,19 @@ only.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Manifold", "RiemannianAdamWState", "manifold_of", "riemannian_adamw_update"]
+__all__ = [
+    "Manifold",
+    "RiemannianAdamWState",
+    "manifold_of",
+    "riemannian_adamw_update",
+    "step_on_manifold",
+]
 
 
 @runtime_checkable
@@ -107,3 +114,39 @@ def riemannian_adamw_update(
     return RiemannianAdamWState(
         new_point, manifold.transport(point, exp_avg, new_point), exp_avg_sq
     )
+
+
+def step_on_manifold(
+    parameter: Tensor, gradient: Tensor, record: MutableMapping[str, Any], group: Mapping[str, Any]
+) -> None:
+    """Update one manifold parameter and its state in place, with the options of its group.
+
+    Args:
+        parameter: the points.
+        gradient: what autograd left, finite.
+        record: its state; an empty one is filled.
+        group: `lr`, `betas`, `eps`, `weight_decay` and perhaps `maximize`.
+    """
+    manifold = manifold_of(parameter)
+    assert manifold is not None
+    if "exp_avg" not in record:
+        record["step"] = record.get("step", 0)
+        record["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        record["exp_avg_sq"] = parameter.new_zeros(parameter.shape[:-1])
+    moved = riemannian_adamw_update(
+        manifold,
+        parameter,
+        -gradient if group.get("maximize") else gradient,
+        record["exp_avg"],
+        record["exp_avg_sq"],
+        record["step"] + 1,
+        lr=group["lr"],
+        betas=group["betas"],
+        # A second moment of zero must not divide: where the rule has no floor, AdamW's default serves.
+        eps=group["eps"] or 1e-8,
+        weight_decay=group["weight_decay"],
+    )
+    parameter.copy_(moved.point)
+    record["exp_avg"].copy_(moved.exp_avg)
+    record["exp_avg_sq"].copy_(moved.exp_avg_sq)
+    record["step"] += 1

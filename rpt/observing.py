@@ -123,7 +123,9 @@ class ObservingOptimizer(Optimizer):
 
     def _restore_observation_ages(self) -> None:
         if self._attachment is not None:
-            ages = {p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")}
+            ages = {
+                p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")
+            }
             self._attachment.restore_ages(ages)
 
     def _all_parameters(self) -> list[Tensor]:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rpt.observers.staging import ObservationStage
 
 from .checkpoint import check_loadable, restore_dtypes
 from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
+from .manifold import manifold_of, step_on_manifold
 from .observing import ObservingOptimizer
 from .options import (
     IMPLEMENTATION_KEYWORDS,
@@ -24,7 +26,7 @@ from .options import (
     complete_group,
     validate_options,
 )
-from .ownership import Ownership, SingleProcess
+from .ownership import MODES, Live, Outcome, Ownership, choose_ownership
 from .presets import preset_options
 from .registry import StackRegistry
 from .roots import RootBackend, resolve_roots
@@ -84,6 +86,9 @@ class ResidualPolarTransport(ObservingOptimizer):
         observer_center: whether activations and cotangents are centred over samples.
         observer_null: null model of a calibrated rank, "none" (the published statistic), "shuffle" or
             "analytic".
+        ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
+            to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
+            is "owner" wherever ranks hold the same parameters or shards of them.
         **adamw: `foreach`, `fused`, `capturable`, `differentiable`, `amsgrad` are taken as AdamW takes
             them and have no effect, or are refused with the remedy.
 
@@ -123,6 +128,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         observer_ridge: float = 1e-7,
         observer_center: bool = True,
         observer_null: str = "none",
+        ownership: str | Ownership = "auto",
         **adamw: Any,
     ) -> None:
         given = {
@@ -138,6 +144,11 @@ class ResidualPolarTransport(ObservingOptimizer):
         self.observer_settings = ObserverSettings(
             dim=observer_dim, ridge=observer_ridge, center=observer_center, null=observer_null
         )
+        if isinstance(ownership, str) and ownership not in MODES:
+            raise ValueError(
+                f"ownership={ownership!r} is unknown: choose one of {', '.join(map(repr, MODES))}"
+            )
+        self._mode = ownership
         self._begin()
         super().__init__(params, defaults)
 
@@ -151,7 +162,8 @@ class ResidualPolarTransport(ObservingOptimizer):
         self._registry = StackRegistry()
         self._stage = ObservationStage(self.observer_settings)
         self._attachment = None
-        self._ownership: Ownership = SingleProcess()
+        self._ownership: Ownership | None = None
+        self._grown = False
         self._warned: set[str] = set()
         self._validated: dict[int, tuple[Any, ...]] = {}
 
@@ -172,6 +184,7 @@ class ResidualPolarTransport(ObservingOptimizer):
             param_group["roots"] = self._name_roots(param_group["roots"])
             param_group.setdefault("gain", torch.ones((), dtype=torch.float64))
         super().add_param_group(param_group)
+        self._grown = True
 
     def _validate(self, group: dict[str, Any], where: str) -> None:
         roots = group["roots"]
@@ -260,42 +273,73 @@ class ResidualPolarTransport(ObservingOptimizer):
 
     def _update_in_full_precision(self) -> None:
         self._check_edited_groups()
-        live, peaks = self._finite(self._live_gradients())
+        ownership = self._ranks()
+        try:
+            live = self._live_gradients()
+        except RuntimeError as error:
+            ownership.refuse(error)
+            raise
+        agreed = ownership.agree(live, self._stage.commit())
+        self._stage.last_counts = agreed.observed.counts
+        live, peaks = self._finite(agreed.live, agreed.peaks)
+        curved = [entry for entry in live if manifold_of(entry[1]) is not None]
+        if curved:
+            flat = [manifold_of(p) is None for _, p, _ in live]
+            live, peaks = list(compress(live, flat)), list(compress(peaks, flat))
+        peak_of = {id(p): peak for (_, p, _), peak in zip(live, peaks, strict=True)}
         self._registry.ensure(
-            [(g, p) for g, p, _ in live], self.param_groups, self.state, self._backend
+            [(g, p) for g, p, _ in live if ownership.owns(p)],
+            self.param_groups,
+            self.state,
+            self._backend,
         )
-        observed = self._stage.commit()
-        work = sort_into_stacks(
-            live, peaks, self.param_groups, self._registry.home, self._ownership
-        )
-        # A host read costs nothing on a CPU: there each stack is finished before the next one starts,
-        # and its intermediates are freed. On a device all stacks share one synchronisation.
-        on_cpu = all(w.stack.device.type == "cpu" for w in work)
         done: list[StackWork] = []
-        for batch in [[w] for w in work] if on_cpu else [work]:
-            try:
-                advance(batch, self.state, observed.ranks, observed.global_rank)
-                for item in batch:
-                    deliver(item, self.state, self._ownership)
-                    done.append(item)
-            except Exception as error:
-                raise self._interrupted(error, batch, done) from error
+        for portion in ownership.portions(live):
+            work = sort_into_stacks(
+                portion,
+                [peak_of[id(p)] for _, p, _ in portion],
+                self.param_groups,
+                self._registry.home,
+            )
+            # A host read costs nothing on a CPU: there each stack is finished before the next one
+            # starts, and its intermediates are freed. On a device all share one synchronisation.
+            on_cpu = all(w.stack.device.type == "cpu" for w in work)
+            for batch in [[w] for w in work] if on_cpu else [work]:
+                try:
+                    advance(batch, self.state, agreed.observed.ranks, agreed.observed.global_rank)
+                    for item in batch:
+                        deliver(item, self.state, ownership)
+                        done.append(item)
+                except Exception as error:
+                    ownership.fail(error)
+                    raise self._interrupted(error, batch, done) from error
+        outcomes = ownership.finish(
+            [
+                Outcome(g, item.parameters, item.step.coherence, item.step.compared)
+                for item in done
+                for g, group in enumerate(self.param_groups)
+                if item.group is group and item.step is not None
+            ]
+        )
+        for g, parameter, gradient in curved:
+            step_on_manifold(parameter, gradient, self.state[parameter], self.param_groups[g])
         self._warn_of_failed_roots(done)
-        for group in self.param_groups:
+        for g, group in enumerate(self.param_groups):
             if group["gain_rate"]:
-                steps = [item.step for item in work if item.group is group and item.step]
-                group["gain"] = group_gain(group, steps)
+                group["gain"] = group_gain(group, [o for o in outcomes if o.group == g])
         if self._attachment is not None:
             self._attachment.after_step(
-                {
-                    p: q
-                    for item in work
-                    if item.step is not None
-                    for p, q in zip(item.parameters, item.step.coherence, strict=True)
-                }
+                {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
             )
 
-    def _live_gradients(self) -> list[tuple[int, Tensor, Tensor]]:
+    def _ranks(self) -> Ownership:
+        """Who owns what; decided when it is first needed, because then all parameters are known."""
+        if self._ownership is None or self._grown:
+            self._ownership = choose_ownership(self._mode, self, self._ownership)
+            self._grown = False
+        return self._ownership
+
+    def _live_gradients(self) -> list[Live]:
         """(group index, parameter, gradient) of all that take part; refuses before any change."""
         live = []
         for g, group in enumerate(self.param_groups):
@@ -316,21 +360,16 @@ class ResidualPolarTransport(ObservingOptimizer):
                 live.append((g, parameter, gradient))
         return live
 
-    def _finite(
-        self, live: list[tuple[int, Tensor, Tensor]]
-    ) -> tuple[list[tuple[int, Tensor, Tensor]], list[float]]:
+    def _finite(self, live: list[Live], peaks: list[float]) -> tuple[list[Live], list[float]]:
         """Leave out parameters whose gradient is not finite, or raise, as their group says.
 
+        Args:
+            live: what takes part.
+            peaks: the largest absolute entry of each gradient.
+
         Returns:
-            what stays, and the largest absolute entry of each gradient.
+            what stays of both.
         """
-        if not live:
-            return live, []
-        norms = torch._foreach_norm([g for _, _, g in live], float("inf"))
-        # One host synchronisation: which parameters take part is the host's decision.
-        wide = any(norm.dtype == torch.float64 for norm in norms)
-        dtype = torch.float64 if wide else torch.float32
-        peaks = torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).tolist()
         finite = [math.isfinite(peak) for peak in peaks]
         if all(finite):
             return live, peaks
@@ -405,17 +444,13 @@ class ResidualPolarTransport(ObservingOptimizer):
 
     # -- checkpoints --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on: plain numbers, text and tensors."""
-        self._note_observation_ages()
-        return super().state_dict()
-
     def __getstate__(self) -> dict[str, Any]:
         self._note_observation_ages()
         state = super().__getstate__()
         return state | {
             "_custom_roots": self._custom_roots,
             "observer_settings": self.observer_settings,
+            "_mode": self._mode if isinstance(self._mode, str) else "auto",
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -423,6 +458,22 @@ class ResidualPolarTransport(ObservingOptimizer):
         if not hasattr(self, "_stage"):
             self._begin()
         self._registry.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on: plain numbers, text and tensors.
+
+        Where ranks share the work this is a collective: call it on every rank, also if only one of
+        them writes the file.
+        """
+        self._note_observation_ages()
+        if not self.state:
+            return super().state_dict()
+        own = self.state
+        try:
+            self.state = self._ranks().whole_state(own)  # type: ignore[assignment]
+            return super().state_dict()
+        finally:
+            self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` gave, keeping every tensor's own dtype.
@@ -443,6 +494,8 @@ class ResidualPolarTransport(ObservingOptimizer):
         restore_dtypes(self, seen)
         for group in self.param_groups:
             complete_group(group, self.defaults)
+        if self.state:
+            self._ranks().adopt_state(self.state)
         self._restore_observation_ages()
 
     def _warn_once(self, kind: str, message: str) -> None:

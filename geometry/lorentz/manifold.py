@@ -133,7 +133,7 @@ class LorentzParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (type(self), self.data, self.manifold, self.requires_grad)
 
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:
         return f"LorentzParameter({self.data!r}, {self.manifold!r})"
 
 

@@ -1,6 +1,7 @@
 """The RT-Filter as a plain function, and the isotropic filter it is compared with.
 
-Both estimate, at every time t_i, the latent state from all (or all earlier) observations transported
+Both estimate, at every time t_i, the latent state from all (or all earlier) observations
+transported
 to t_i, by iteratively reweighted least squares: weights from residuals at the current estimate, a
 weighted mean, an update, and again.
 
@@ -30,7 +31,8 @@ class RTFilterResult(NamedTuple):
     """Estimates at each observation's time.
 
     state: (…, tokens, 2d) lifted; direction: unit, likewise; magnitude: (…, tokens).
-    directional_weights, radial_weights: (…, tokens, tokens) of the last iteration; radial may be None.
+    directional_weights, radial_weights: (…, tokens, tokens) of the last iteration; radial may be
+        None.
     log_precision: log λ_ū of the directional evidence, (…, tokens).
     """
 
@@ -145,8 +147,8 @@ def rt_filter(
         start: first estimate: each token's own observation, or the Gaussian consensus, which an
             observation that is itself an outlier cannot capture.
         iterations: IRLS iterations.
-        valid: boolean, broadcastable to (…, tokens); False where an observation is missing. Estimates
-            are made at those times, too (from zero, so with start="consensus").
+        valid: boolean, broadcastable to (…, tokens); False where an observation is missing.
+            Estimates are made at those times, too (from zero, so with start="consensus").
 
     Raises:
         ValueError, TypeError: on shapes, dtypes, or options that do not fit.
@@ -265,8 +267,8 @@ def isotropic_filter(
 ) -> Tensor:
     """Robust Filter Attention's estimator (appendix A.3, A.4) as a plain function.
 
-    Arguments as in `rt_filter`, with one variance η² per real coordinate; the estimate is the query of
-    the next iteration. Returns states (…, tokens, 2d).
+    Arguments as in `rt_filter`, with one variance η² per real coordinate; the estimate is the
+    query of the next iteration. Returns states (…, tokens, 2d).
     """
     problem = _prepare(observations, times, frequencies, None, causal)
     keys = problem.rotated.unsqueeze(1)

@@ -1,6 +1,7 @@
 """The step formulas of the filter, shared by every path: precisions, distances, logits.
 
-Everything that depends on a pair of tokens only through its time lag sits in `LagTables`; magnitudes
+Everything that depends on a pair of tokens only through its time lag sits in `LagTables`;
+magnitudes
 and cosines join in `directional_logits` and `radial_logits`. All of it runs in float32 or better.
 
 Source: RT-Filter paper, Algorithm 1 steps 3–5, appendix A.4 and C.2.1, extension G.1.
@@ -191,7 +192,9 @@ def masked_softmax(logits: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def masked_log_sum_exp(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """log Σ_j exp(logits) over allowed keys, (…,): −inf for a fully masked row, gradients finite."""
+    """log Σ_j exp(logits) over allowed keys, (…,): −inf for a fully masked row, gradients
+    finite.
+    """
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     peak = logits.detach().amax(-1, keepdim=True)

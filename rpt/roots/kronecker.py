@@ -57,8 +57,15 @@ class KroneckerRoots(RootBackend):
         self, state: State, shape: tuple[int, int], correction: Tensor, damping: Damping
     ) -> Refresh:
         rows, cols = shape
-        left = self.side(rows, cols).refresh(state, "left", correction, damping)
-        right = self.side(cols, rows).refresh(state, "right", correction, damping)
+        over_cols = over_rows = correction
+        mirrored = damping
+        if damping.shapes is not None:
+            # Covariances were divided by the padded length of the other side.
+            over_cols = correction * damping.shapes[:, 1] / cols
+            over_rows = correction * damping.shapes[:, 0] / rows
+            mirrored = damping._replace(shapes=damping.shapes.flip(1))
+        left = self.side(rows, cols).refresh(state, "left", over_cols, damping)
+        right = self.side(cols, rows).refresh(state, "right", over_rows, mirrored)
         # The condition of a Kronecker product's square root is the geometric mean of its sides'.
         condition = (left.condition * right.condition).sqrt()
         return Refresh(condition, left.failed | right.failed)
@@ -67,6 +74,9 @@ class KroneckerRoots(RootBackend):
         rows, cols = gradient.shape[-2:]
         whitened = self.side(rows, cols).apply(state, "left", gradient)
         return self.side(cols, rows).apply(state, "right", whitened.mT).mT
+
+    def pads(self, rows: int, cols: int) -> bool:
+        return self.side(rows, cols).pads(rows) and self.side(cols, rows).pads(cols)
 
     def without_drift(self) -> RootBackend:
         if any(f.name == "drift_from" for f in fields(self)):  # type: ignore[arg-type]
@@ -190,11 +200,16 @@ def resolve_roots(spec: str | RootBackend) -> RootBackend:
     """
     if isinstance(spec, RootBackend):
         return spec
-    if not isinstance(spec, str):
-        raise TypeError(
-            f"roots={spec!r} is a {type(spec).__name__}: give a name ({', '.join(_NAMES.values())}) "
-            "or an instance of a RootBackend subclass"
-        )
+    if isinstance(spec, str):
+        return _resolve_text(spec)
+    raise TypeError(
+        f"roots={spec!r} is a {type(spec).__name__}: give a name ({', '.join(_NAMES.values())}) "
+        "or an instance of a RootBackend subclass"
+    )
+
+
+@cache
+def _resolve_text(spec: str) -> RootBackend:
     by_name = {name: backend for backend, name in _NAMES.items()}
     name, _, _ = spec.partition("(")
     if name not in by_name:

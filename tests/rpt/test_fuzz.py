@@ -322,11 +322,15 @@ def check_a_rejected_call_changes_nothing(data):
         "roots": lambda: edited(roots="nothing"),
         "rms": lambda: edited(update_rms=-1.0),
         "closure": lambda: optimizer.step(raising),
-        "rank": lambda: optimizer.set_residual_entropy_rank(data.draw(st.sampled_from([1.5, -1.0, math.nan]))),
+        "rank": lambda: optimizer.set_residual_entropy_rank(
+            data.draw(st.sampled_from([1.5, -1.0, math.nan]))
+        ),
         "stranger": lambda: optimizer.set_residual_entropy_rank(0.5, stranger),
         "no one": lambda: optimizer.set_residual_entropy_rank(0.5, []),
         "shapes": lambda: optimizer.observe_residual(torch.randn(3, 2), torch.randn(4, 2)),
-        "observe stranger": lambda: optimizer.observe_residual(torch.randn(3, 2), torch.randn(3, 2), stranger),
+        "observe stranger": lambda: optimizer.observe_residual(
+            torch.randn(3, 2), torch.randn(3, 2), stranger
+        ),
         "group": lambda: optimizer.add_param_group({"params": stranger, "lr": -1.0}),
         "group twice": lambda: optimizer.add_param_group({"params": params[0]}),
         "load": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),

@@ -182,7 +182,17 @@ def test_vmap_and_functional_gradients():
     assert torch.allclose(mapped[0], lorentz.pairwise_squared_distance(x, x))
 
 
-@pytest.mark.parametrize("name", sorted(operations()))
+# Tracing these takes far longer than tracing the rest.
+LONG_TO_TRACE = {"exp_map", "exp_map_inward", "exp_map_origin", "from_space", "gyro_add"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG_TO_TRACE else [])
+        for name in sorted(operations())
+    ],
+)
 def test_compiles_in_one_graph(name):
     function, inputs = operations()[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
