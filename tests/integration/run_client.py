@@ -110,7 +110,13 @@ def tiny_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=96, n_positions=32, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=96,
+        n_positions=32,
+        n_embd=24,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return GPT2LMHeadModel(config)
 
@@ -123,9 +129,7 @@ def trainer(folder, model=None, attach=True, **arguments):
             die_at(state.global_step)
 
     model = model or tiny_gpt2()
-    optimizer = ResidualPolarTransport(
-        [p for p in model.parameters() if p.requires_grad], lr=3e-3
-    )
+    optimizer = ResidualPolarTransport([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     if attach:
         optimizer.attach_model(model, observe_every=3)
     settings = TrainingArguments(
@@ -259,7 +263,11 @@ def lightning(folder, manual=False):
         # Lightning keeps no random state of its own: dropout continues from what the epoch began with.
         torch.manual_seed(1)
     Module.on_train_epoch_start = lambda self: torch.manual_seed(100 + self.current_epoch)
-    training.fit(module, DataLoader(data, 16, generator=torch.Generator()), ckpt_path=last if last.exists() else None)
+    training.fit(
+        module,
+        DataLoader(data, 16, generator=torch.Generator()),
+        ckpt_path=last if last.exists() else None,
+    )
     finish(folder, module, module.last)
 
 
