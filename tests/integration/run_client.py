@@ -263,11 +263,8 @@ def lightning(folder, manual=False):
         # Lightning keeps no random state of its own: dropout continues from what the epoch began with.
         torch.manual_seed(1)
     Module.on_train_epoch_start = lambda self: torch.manual_seed(100 + self.current_epoch)
-    training.fit(
-        module,
-        DataLoader(data, 16, generator=torch.Generator()),
-        ckpt_path=last if last.exists() else None,
-    )
+    loader = DataLoader(data, 16, generator=torch.Generator())
+    training.fit(module, loader, ckpt_path=last if last.exists() else None)
     finish(folder, module, module.last)
 
 
@@ -443,7 +440,6 @@ def main(name, folder):
     warnings.simplefilter("ignore")
     client = CLIENTS[name]
     if name.startswith(("transformers", "peft")):
-        load_torchvision()
         import transformers  # noqa: F401  once, for all three
     elif name.startswith("lightning"):
         load_torchvision()
