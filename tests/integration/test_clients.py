@@ -1,7 +1,7 @@
 """Real clients train with RPT in AdamW's place, are killed, resume, and end bitwise where they would have.
 
-    pip install -e '.[test,integration]'
-    python -m pytest -m integration tests/integration
+pip install -e '.[test,integration]'
+python -m pytest -m integration tests/integration
 """
 
 import importlib.util
