@@ -184,9 +184,7 @@ def main() -> None:
             task, model, optimizer = arm
             bar.set_description(" ".join(arm))
             for seed in range(seeds):
-                found = tasks[task](
-                    MODELS[model], optimizer, arguments.rate, seed, steps, bar
-                )
+                found = tasks[task](MODELS[model], optimizer, arguments.rate, seed, steps, bar)
                 results.setdefault(arm, []).append(found)
             line = [f"{task:6s} {model:16s} {optimizer:6s}"]
             for key in results[arm][0]:

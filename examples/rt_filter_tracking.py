@@ -125,9 +125,7 @@ def main() -> None:
             generator = torch.Generator().manual_seed(0)
             spacing = torch.ones(tokens, dtype=torch.float64) * world["gap"]
             if label.startswith("mean time"):
-                spacing = world["gap"] * torch.empty_like(spacing).exponential_(
-                    generator=generator
-                )
+                spacing = world["gap"] * torch.empty_like(spacing).exponential_(generator=generator)
             data = simulate_trajectories(
                 count, spacing.cumsum(0), FREQUENCIES, decay=world["decay"],
                 radial_std=world["radial"], tangential_std=world["tangential"],

@@ -135,6 +135,8 @@ class Stack:
         if key in _MEASURED:
             return self.tensors[MEASURED][index, _MEASURED.index(key)]
         value = self.tensors[key][index]
+        if self.padded and self.backend is not None and key.startswith(METRIC):
+            return self.backend.crop(key[len(METRIC) :], value, *self.wide[index])
         if key not in ("momentum", "frame"):
             return value
         return self.unpack(value, index)

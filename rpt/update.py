@@ -121,7 +121,10 @@ def take_step(
     else:
         matrices = gradient.view(-1, *shape)
         metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
-        backend.accumulate(metric, matrices, rule.beta2)
+        if members.shapes is None:
+            backend.accumulate(metric, matrices, rule.beta2)
+        else:
+            backend.accumulate(metric, matrices, rule.beta2, members.shapes)  # type: ignore[call-arg]
         due = due_by_age(members, rule)
         if rule.root_drift_threshold is not None and not all(due):
             drift = yield backend.drift(metric, shape, correction2)

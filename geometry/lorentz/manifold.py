@@ -140,7 +140,7 @@ class LorentzParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (type(self), self.data, self.manifold, self.requires_grad)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LorentzParameter({self.data!r}, {self.manifold!r})"
 
 

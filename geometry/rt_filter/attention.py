@@ -53,9 +53,8 @@ class PolarAttention(FilterAttention):
         d_model: features of the residual stream.
         num_heads: heads H.
         head_dim: complex features d per head, default d_model // num_heads: the projections then
-            map
-            d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads) gives
-            the widths, and the parameters, of ordinary attention.
+            map d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads)
+            gives the widths, and the parameters, of ordinary attention.
         causal: whether a token sees only tokens not later than itself, by time.
         dropout: dropout on the directional weights A_T while training.
         base, conjugate_frequencies, learn_frequencies: angular frequencies, see

@@ -1,8 +1,7 @@
 """The step formulas of the filter, shared by every path: precisions, distances, logits.
 
 Everything that depends on a pair of tokens only through its time lag sits in `LagTables`;
-magnitudes
-and cosines join in `directional_logits` and `radial_logits`. All of it runs in float32 or better.
+magnitudes and cosines join in `directional_logits` and `radial_logits`. All of it runs in float32 or better.
 
 Source: RT-Filter paper, Algorithm 1 steps 3–5, appendix A.4 and C.2.1, extension G.1.
 """
