@@ -92,7 +92,8 @@ class StackRegistry:
 def _members(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
     for g, group in enumerate(groups):
         for parameter in group["params"]:
-            yield g, parameter
+            if parameter.numel():  # an empty one has nothing to keep
+                yield g, parameter
 
 
 def _stack_key(

@@ -42,7 +42,7 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int] | None:
     """(shape[0], numel/shape[0]) for two or more dimensions, None for vectors and scalars."""
     if parameter.ndim < 2:
         return None
-    return parameter.shape[0], parameter.numel() // parameter.shape[0]
+    return parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
 
 
 def vector_length_class(length: int) -> int:

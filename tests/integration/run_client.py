@@ -440,6 +440,7 @@ def main(name, folder):
     warnings.simplefilter("ignore")
     client = CLIENTS[name]
     if name.startswith(("transformers", "peft")):
+        load_torchvision()
         import transformers  # noqa: F401  once, for all three
     elif name.startswith("lightning"):
         load_torchvision()
