@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from processes import needs_processes, run
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # loaded once, before the processes fork
+from processes import needs_processes, run
 from torch import nn
 
 import rpt
