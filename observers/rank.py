@@ -127,37 +127,51 @@ def sketched_statistics(x: Tensor, delta: Tensor, settings: ObserverSettings) ->
         # Sums carry every NaN and infinity of their row.
         keep = torch.isfinite(x.sum(1) + delta.sum(1)).unsqueeze(1)
         rows = keep.sum()
-        count = rows.clamp_min(1).to(dtype)
-        x, x_varies = _standardise(x, keep, count, settings.center)
-        delta, delta_varies = _standardise(delta, keep, count, settings.center)
-        related = (rows >= 2) & x_varies & delta_varies
-        covariance = torch.where(related, x.mT @ x / count, 0.0)
-        cross = torch.where(related, x.mT @ delta / count, 0.0)
+        x, x_offset = _centred(x, keep, rows, settings.center)
+        delta, delta_offset = _centred(delta, keep, rows, settings.center)
+        covariance, cross = x.mT @ x, x.mT @ delta
         output_covariance = shuffled = None
-        if settings.null != "none":
-            output_covariance = torch.where(related, delta.mT @ delta / count, 0.0)
+        if settings.null == "none":
+            delta_energy = delta.square().sum()
+        else:
+            output_covariance = delta.mT @ delta
+            delta_energy = output_covariance.trace()
+        # Scales go to the small moments, not to the rows.
+        x_scale, x_varies = _inverse_rms(covariance.trace(), rows, x, x_offset)
+        delta_scale, delta_varies = _inverse_rms(delta_energy, rows, delta, delta_offset)
+        related = ((rows >= 2) & x_varies & delta_varies).to(dtype) / rows.clamp_min(1)
+        covariance = covariance * (related * x_scale.square())
+        cross = cross * (related * x_scale * delta_scale)
+        if output_covariance is not None:
+            output_covariance = output_covariance * (related * delta_scale.square())
         if settings.null == "shuffle":
             permuted = delta[_shuffles(len(delta), delta.device)]
-            shuffled = torch.where(related, x.mT @ permuted / count, 0.0)
+            shuffled = (x.mT @ permuted) * (related * x_scale * delta_scale)
     return Statistics(covariance, cross, rows, output_covariance, shuffled)
 
 
-def _standardise(
-    values: Tensor, keep: Tensor, count: Tensor, center: bool
+def _centred(values: Tensor, keep: Tensor, rows: Tensor, center: bool) -> tuple[Tensor, Tensor]:
+    """Drop rows, subtract their mean, largest entry of order 1; also the mean so scaled, (1, n)."""
+    keep = keep.to(values.dtype)
+    values = values.nan_to_num(0.0, 0.0, 0.0).mul_(keep)
+    # By the largest entry: squares of a raw cotangent may over- or underflow.
+    largest = values.abs().amax() if values.numel() else keep.sum()
+    tiny = torch.finfo(values.dtype).tiny
+    scale = torch.where(largest > tiny, largest, 1.0).reciprocal()
+    if not center:
+        return values.mul_(scale), torch.zeros_like(values[:1])
+    offset = values.sum(0, keepdim=True) / rows.clamp_min(1)
+    return values.sub_(offset).mul_(keep * scale), offset * scale
+
+
+def _inverse_rms(
+    energy: Tensor, rows: Tensor, values: Tensor, offset: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Drop rows, centre, and bring to RMS 1; also whether anything but rounding was left."""
-    values = torch.where(keep, values, 0.0)
-    # First by the largest entry: squares of a raw cotangent may over- or underflow.
-    largest = values.abs().amax() if values.numel() else values.new_zeros(())
-    values = values / torch.where(largest > 0, largest, 1.0)
-    offset = torch.zeros_like(values[:1])
-    if center:
-        offset = values.sum(0, keepdim=True) / count
-        values = torch.where(keep, values - offset, 0.0)
-    energy = values.square().sum() / (count * values.shape[1])
+    """1/RMS from the summed squares, and whether they are more than rounding of the offset."""
+    mean_energy = energy / (rows.clamp_min(1) * values.shape[1])
     rounding = _CONSTANT_TOLERANCE * torch.finfo(values.dtype).eps
-    varies = energy > rounding**2 * offset.square().mean()
-    return values * torch.where(varies, energy, 1.0).rsqrt(), varies
+    varies = mean_energy > rounding**2 * offset.square().mean()
+    return torch.where(varies, mean_energy, 1.0).rsqrt(), varies
 
 
 def statistics(activations: Tensor, cotangents: Tensor, settings: ObserverSettings) -> Statistics:

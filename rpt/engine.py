@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+# How many times the largest gradient entry that its roots have seen makes a gradient too large for them.
+_OUTGROWN = 4.0
+
+
 @dataclass
 class StackWork:
     """One stack's part of a step.
@@ -129,7 +133,10 @@ def _start(
     stack, group = item.stack, item.group
     item.working, item.index = stack.select(item.members)
     records = [state[p] for p in item.parameters]
+    memory = math.sqrt(item.rule.beta2)
     for record, peak in zip(records, item.peaks, strict=True):
+        # Forgotten as fast as the covariance forgets.
+        record["peak"] = max(peak, memory * record["peak"])
         unit = next_unit(record["unit"], peak)
         record["unit"] = float(unit > 0) if stack.dtype == torch.float64 else unit
     divisors = [
@@ -149,6 +156,10 @@ def _start(
         ],
         units=[r["unit"] for r in records],
         positions=[stack.ordinals[i] for i in item.members],
+        shapes=stack.shapes
+        if item.index is None or stack.shapes is None
+        else stack.shapes[item.index],
+        outgrown=[r["peak"] > _OUTGROWN * r.get("root_peak", math.inf) for r in records],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]
@@ -200,6 +211,7 @@ def deliver(item: StackWork, state: Mapping[Tensor, dict[str, Any]], ownership: 
         # Roots of a metric that has seen only zero gradients are none: the next step makes them.
         if k in refreshed and record["unit"]:
             record["last_root_step"] = record["step"]
+            record["root_peak"] = record["peak"]
             record["root_refreshes"] += 1
     item.gradients, item.working = [], {}
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .attention_bias import causal_bias
 from .curvature import Curvature, as_curvature_module
 from .dense_attention import dense_attention
-from .fused_attention import causal_bias, fused_attention
+from .fused_attention import fused_attention
 from .heads import HeadGain, join_heads
 from .linear import PolarLinear
 from .point import Point, PointLike, promote

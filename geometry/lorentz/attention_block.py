@@ -4,10 +4,10 @@ Plain values, no autograd. With c_ij of `score.py`, D = arcosh(1 + c), scores �
 weights P, the centroid needs V = Σ_j P sinh(a_j) u_j and F = Σ_j P f_ij,
 f_ij = e^−a_j + sinh a_j ½‖û_i − u_j‖², û = V/‖V‖ (Polar-ViT paper, Eq. 6: F = E + S).
 
-c and f are exact to the resolution of float32 points. On a CPU each is one float64 product of the
-float32 vectors: products of their entries are exact there, and what cancels is 1e-16, not 1e-7
-(a float32 product identity is wrong by tens of percent at radius 8). Elsewhere, and for float64
-points, they come from differences (`cdist`).
+c and F are exact to the resolution of float32 points. On a CPU they come from float64 products of
+the float32 vectors: products of their entries are exact there, and what cancels leaves 1e-16, not
+1e-7, so that they hold as far as float32 points do (a float32 product identity is wrong by tens of
+percent at radius 8). Elsewhere, and for float64 points, they come from differences (`cdist`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ __all__ = [
     "Values",
     "block_gradients",
     "block_scores",
-    "block_terms",
+    "block_sums",
+    "deficit_share",
+    "finish_sums",
+    "partial_sums",
+    "unit_rows",
 ]
 
 # Below it D/sinh D is 1 to the last bit; it keeps the quotient defined at c = 0.
@@ -125,18 +129,69 @@ def block_scores(query: ScoreCoordinates, key: ScoreCoordinates) -> BlockScores:
     return BlockScores(c, d.mul_(d), ratio)
 
 
-def block_terms(direction: Tensor, value: Values) -> Tensor:
-    """f_ij of query directions û (…, N, n) and values: (…, N, M)."""
-    if not _by_product(direction):
-        terms = half_squared_differences(direction, value.u)
-        return terms.mul_(value.sinh.unsqueeze(-2)).add_(value.falling.unsqueeze(-2))
-    direction, u = direction.double(), value.u.double()
-    sinh = value.sinh.double().unsqueeze(-1)
-    half_norm = 0.5 * (direction * direction).sum(-1, keepdim=True)
-    rows = torch.cat([direction, half_norm, torch.ones_like(half_norm)], -1)
-    constant = 0.5 * sinh * (u * u).sum(-1, keepdim=True) + value.falling.double().unsqueeze(-1)
-    columns = torch.cat([-sinh * u, sinh, constant], -1)
-    return (rows @ columns.mT).float().clamp_(min=0.0)
+def unit_rows(x: Tensor) -> Tensor:
+    """Directions of rows (…, n), 0 where a row is 0. Plain values."""
+    largest = x.abs().amax(-1, keepdim=True)
+    scaled = x / torch.where(largest > 0, largest, 1.0)
+    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return scaled / torch.where(norm > 0, norm, 1.0)
+
+
+def _terms(direction: Tensor, value: Values) -> Tensor:
+    """f_ij of query directions û (…, N, n) and values (…, N, M), from differences."""
+    terms = half_squared_differences(direction, value.u)
+    return terms.mul_(value.sinh.unsqueeze(-2)).add_(value.falling.unsqueeze(-2))
+
+
+def _ambient(value: Values) -> Tensor:
+    """(sinh a · u, cosh a) in float64 with u made unit there: (…, M, n + 1)."""
+    sinh, falling = value.sinh.double().unsqueeze(-1), value.falling.double().unsqueeze(-1)
+    u = value.u.double()
+    norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    return torch.cat([u * (sinh / torch.where(norm > 0, norm, 1.0)), sinh + falling], -1)
+
+
+def partial_sums(p: Tensor, value: Values) -> Tensor:
+    """What adds up over key blocks: V, and where products are taken also T and E, in float64."""
+    if not _by_product(value.u):
+        return p @ value.space
+    falling = value.falling.double().unsqueeze(-1)
+    return p.double() @ torch.cat([_ambient(value), falling], -1)
+
+
+def finish_sums(sums: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
+    """V (…, N, n), and F (…, N) unless it takes another sweep with û known: `deficit_share`.
+
+    As a product: F = T − ‖V‖ in float64, and no less than E.
+    """
+    if sums.shape[-1] == n:
+        return sums, None
+    space_sum = sums[..., :n]
+    deficit = sums[..., n] - torch.linalg.vector_norm(space_sum, dim=-1)
+    return space_sum.float(), torch.maximum(deficit, sums[..., n + 1]).float()
+
+
+def deficit_share(p: Tensor, space_sum: Tensor, value: Values) -> Tensor:
+    """One key block's share of F (…, N), from differences."""
+    return (p * _terms(unit_rows(space_sum), value)).sum(-1)
+
+
+def block_sums(p: Tensor, value: Values) -> tuple[Tensor, Tensor]:
+    """V (…, N, n) and F (…, N) of rows of weights P over all their keys (…, N, M)."""
+    space_sum, deficit = finish_sums(partial_sums(p, value), value.u.shape[-1])
+    return space_sum, deficit_share(p, space_sum, value) if deficit is None else deficit
+
+
+def _by_weights(upstream: Upstream, value: Values) -> Tensor:
+    """∂P_ij = ∂V_i · sinh(a_j) u_j + ∂F_i f_ij of the loss, (…, N, M)."""
+    by_deficit = upstream.by_deficit.unsqueeze(-1)
+    if not _by_product(value.u):
+        by_p = upstream.by_sum @ value.space.mT
+        return by_p.addcmul_(_terms(upstream.direction, value), by_deficit)
+    by_deficit = by_deficit.double()
+    direction = unit_rows(upstream.direction.double())
+    rows = torch.cat([upstream.by_sum.double() - by_deficit * direction, by_deficit], -1)
+    return (rows @ _ambient(value).mT).float()
 
 
 def _one_side(
@@ -168,10 +223,9 @@ def block_gradients(
     value: Values,
     scores: BlockScores,
     p: Tensor,
-    terms: Tensor,
     upstream: Upstream,
 ) -> BlockGradients:
-    """One block's share of all gradients, given its P and f.
+    """One block's share of all gradients, given its weights P.
 
     û counts as constant in F, which is exact: F is stationary in it.
     """
@@ -183,14 +237,15 @@ def block_gradients(
     zero = value.sinh == 0
     safe_sinh = torch.where(zero, 1.0, value.sinh)
     by_u = (pull_sum + (value.u - centre) * pull - pull_direction) * safe_sinh.unsqueeze(-1)
-    pull = pull.squeeze(-1)
-    by_terms = ((p * terms).mT @ by_deficit).squeeze(-1)
-    by_chord = torch.where(zero, 0.0, (by_terms - value.falling * pull) / safe_sinh)
-    by_sinh = (value.u * pull_sum).sum(-1) + by_chord
-    by_a = (value.sinh + value.falling) * by_sinh - value.falling * pull
 
-    by_p = (upstream.by_sum @ value.space.mT).addcmul_(terms, by_deficit)
-    by_score = by_p.sub_(upstream.row_mean.unsqueeze(-1)).mul_(p)
+    by_p = _by_weights(upstream, value)
+    weighted = by_p * p
+    # ∂a_j = coth a_j (Σ_i P_ij ∂P_ij − e^−a_j Σ_i P_ij ∂F_i) − e^−a_j Σ_i P_ij ∂F_i
+    fall = value.falling * pull.squeeze(-1)
+    coth = (value.sinh + value.falling) / safe_sinh
+    by_a = torch.where(zero, 0.0, coth * (weighted.sum(-2) - fall) - fall)
+
+    by_score = weighted.addcmul_(p, upstream.row_mean.unsqueeze(-1), value=-1.0)
     by_gain = -(by_score * scores.squared).sum((-2, -1))
     by_c = by_score.mul_(scores.ratio)
     by_c_c = by_c * scores.c

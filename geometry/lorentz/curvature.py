@@ -13,34 +13,35 @@ __all__ = ["Curvature", "as_curvature_module"]
 class Curvature(nn.Module):
     """k as a module, so that layers can share one: the curvature is −1/k.
 
-    Calling it returns k as a 0-d tensor of the module's dtype (float32 at least). The parameter is
-    ln k, which keeps k positive and makes equal steps equal ratios.
+    Calling it returns k as a 0-d tensor. The parameter is ln k, of the module's dtype, which keeps
+    k positive and makes equal steps equal ratios. A fixed k is part of the layer's definition, not
+    of its state: it is exact, whatever dtype the module is cast to, and is not saved.
 
     Args:
         k: the initial value.
-        learnable: whether ln k is a parameter; a buffer otherwise.
+        learnable: whether ln k is a parameter.
     """
 
-    log_k: Tensor
     undecayed_parameters = ("log_k",)
 
     def __init__(self, k: float = 1.0, *, learnable: bool = True) -> None:
         super().__init__()
         if not (k > 0 and math.isfinite(k)):
             raise ValueError(f"k (the curvature is −1/k) must be positive and finite, got {k!r}")
-        value = torch.tensor(math.log(k), dtype=torch.get_default_dtype())
+        self.initial = float(k)
+        self.log_k: nn.Parameter | None = None
         if learnable:
-            self.log_k = nn.Parameter(value)
-        else:
-            self.register_buffer("log_k", value)
+            self.log_k = nn.Parameter(torch.tensor(math.log(k), dtype=torch.get_default_dtype()))
 
     def forward(self) -> Tensor:
         """Return k, a 0-d tensor, float32 or float64."""
+        if self.log_k is None:
+            return torch.tensor(self.initial, dtype=torch.float64)
         return self.log_k.to(torch.promote_types(self.log_k.dtype, torch.float32)).exp()
 
     def extra_repr(self) -> str:
-        """Name whether k is learned."""
-        return f"learnable={isinstance(self.log_k, nn.Parameter)}"
+        """The initial value, and whether it is learned."""
+        return f"{self.initial}, learnable={self.log_k is not None}"
 
 
 def as_curvature_module(k: float | Curvature) -> Curvature:

@@ -43,8 +43,8 @@ class TokenStream(NamedTuple):
 class FilterAttention(nn.Module):
     """Multi-head scaffold over lifted complex heads; subclasses say what is estimated.
 
-    Inputs are (batch, tokens, d_model). Weights are plain bias-free linear maps, real to complex and
-    back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
+    Inputs are (batch, tokens, d_model). Weights are plain bias-free linear maps, real to complex
+    and back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class FilterAttention(nn.Module):
         1/d_model into the head, 1/width out of it."""
         for projection in (self.query_projection, self.key_projection, self.value_projection):
             nn.init.normal_(projection.weight, std=self.d_model**-0.5)
-        nn.init.normal_(self.output_projection.weight, std=(2 * self.head_dim * self.num_heads) ** -0.5)
+        nn.init.normal_(
+            self.output_projection.weight, std=(2 * self.head_dim * self.num_heads) ** -0.5
+        )
 
     def optimizer_observation_modules(self) -> tuple[nn.Module, ...]:
         """The output projection: the first matrix to read what attention made."""
@@ -237,7 +239,9 @@ def _grid(start: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def _fill_padded_times(times: Tensor, padding: Tensor, cache: FilterCache | None) -> Tensor:
-    """Give padded tokens the time of the first real one, so that theirs, whatever it is, is unused."""
+    """Give padded tokens the time of the first real one, so that theirs, whatever it is, is
+    unused.
+    """
     times = times.expand(padding.shape)
     first = times.gather(1, (~padding).to(torch.uint8).argmax(1, keepdim=True))
     if cache is not None and cache.origin is not None:
@@ -256,9 +260,7 @@ def rotate_pair(x: Tensor, turn: tuple[Tensor, Tensor], *, inverse: bool = False
     return apply_rotation(x, *turn, inverse=inverse)
 
 
-def quarantine(
-    view: Visibility, *tensors: Tensor
-) -> tuple[list[Tensor], Tensor]:
+def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
     """Replace keys that are not finite by zeros; say which queries see one, (batch, 1 or heads, q).
 
     Args:

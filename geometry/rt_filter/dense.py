@@ -128,9 +128,7 @@ def polar_estimate(
         mean = torch.where(visible, (radial * projected).sum(-1), mean)
     log_precision = None
     if precision:
-        log_precision = masked_log_sum_exp(
-            plain if additive is None else plain + additive, allowed
-        )
+        log_precision = masked_log_sum_exp(plain if additive is None else plain + additive, allowed)
     return PolarEstimate(
         direction,
         mean,

@@ -19,9 +19,7 @@ def tangent_project(base: Tensor, vector: Tensor) -> Tensor:
     base projects nothing away.
     """
     squared = (base * base).sum(-1, keepdim=True)
-    along = (base * vector).sum(-1, keepdim=True) / squared.clamp_min(
-        torch.finfo(base.dtype).tiny
-    )
+    along = (base * vector).sum(-1, keepdim=True) / squared.clamp_min(torch.finfo(base.dtype).tiny)
     return vector - base * along
 
 

@@ -1,13 +1,14 @@
-"""PolarAttention and RobustFilterAttention against loops in complex float64, limits, and contracts."""
+"""PolarAttention and RobustFilterAttention against loops in complex float64, limits, and
+contracts.
+"""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from rpt.geometry.rt_filter import PolarAttention, RobustFilterAttention
 from torch.nn import functional as F
-
-from rpt.geometry.rt_filter import PolarAttention, RobustFilterAttention, rotate, rotation_angles
 
 
 def to_complex(x):
@@ -46,17 +47,12 @@ def polar_oracle(layer, x, times):
                     sigma = p["key_tangential"][h] * e**2
                     top = m_hat**2 + p["magnitude_floor"][h]
                     kappa = top / (sigma + p["inflation_tangential"][h])
-                    tilde = top / (
-                        sigma + p["query_tangential"][h] + p["inflation_tangential"][h]
-                    )
+                    tilde = top / (sigma + p["query_tangential"][h] + p["inflation_tangential"][h])
                     nu = p["nu_tangential"][h]
                     scale = 2 / nu * p["sphere_scale"][h]
                     lts.append(
                         p["temperature"][h]
-                        * (
-                            math.log(kappa)
-                            - (nu + 1) * math.log(1 + scale * tilde * max(1 - c, 0))
-                        )
+                        * (math.log(kappa) - (nu + 1) * math.log(1 + scale * tilde * max(1 - c, 0)))
                     )
                     sigma_r = p["key_radial"][h] * e**2 + p["inflation_radial"][h]
                     d_r = (c * m_hat - m[i]) ** 2 / (sigma_r + p["query_radial"][h])
@@ -189,7 +185,7 @@ def test_student_weights_tend_to_exponential_ones():
 
 
 def test_isotropic_settings_reproduce_robust_filter_attention():
-    options = dict(decay=False, nu=3.0)
+    options = {"decay": False, "nu": 3.0}
     polar = PolarAttention(
         16, 4, magnitude_precision=False, tangent=False, radial="off", step=0.25, **options
     )
@@ -217,9 +213,7 @@ def test_initial_values_are_those_of_the_specification():
     values = layer.filter_scalars()
     for name in ("key_tangential", "query_tangential", "inflation_tangential", "key_radial",
                  "query_radial", "inflation_radial", "temperature", "sphere_scale"):  # fmt: skip
-        torch.testing.assert_close(
-            getattr(values, name).detach(), torch.ones(8), rtol=2e-7, atol=0
-        )
+        torch.testing.assert_close(getattr(values, name).detach(), torch.ones(8), rtol=2e-7, atol=0)
     assert values.magnitude_floor.detach().allclose(torch.tensor(0.01), rtol=1e-6, atol=0)
     assert values.nu_tangential.detach().allclose(torch.tensor(4.0), rtol=2e-7, atol=0)
     assert float(layer.directional_step().detach()[0]) == 0.5

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from rpt.geometry.rt_filter import (
     complex_to_real,
     geodesic_angle,
@@ -99,9 +98,7 @@ def test_one_gaussian_step_against_a_loop_in_complex_arithmetic():
         m_bar = sum(r / rho.sum() * s for r, s in zip(rho, seen, strict=True))
         tangent = mean - u_i * (u_i.conj() @ mean).real
         state = z[i] + alpha * m_i * tangent + beta * (m_bar - m_i) * u_i
-        torch.testing.assert_close(
-            found.state[0, i], complex_to_real(state), rtol=0, atol=1e-12
-        )
+        torch.testing.assert_close(found.state[0, i], complex_to_real(state), rtol=0, atol=1e-12)
 
 
 def test_ambient_update_is_the_first_order_form_of_the_geodesic_one():
@@ -109,7 +106,7 @@ def test_ambient_update_is_the_first_order_form_of_the_geodesic_one():
 
     def gap(noise):
         data = tracks(8, 20, radial_std=0.0, tangential_std=noise)
-        same = dict(tangential_variance=1.0, directional_step=0.6)
+        same = {"tangential_variance": 1.0, "directional_step": 0.6}
         first = rt_filter(data.observations, data.times, OMEGA, update="ambient", **same)
         exact = rt_filter(data.observations, data.times, OMEGA, update="geodesic", **same)
         return float((first.direction - exact.direction).abs().max())
@@ -119,13 +116,11 @@ def test_ambient_update_is_the_first_order_form_of_the_geodesic_one():
 
 def test_slerp_reaches_the_consensus_and_the_resultant_length_holds_back():
     data = tracks(tangential_std=0.3)
-    options = dict(weights="none", start="observation")
+    options = {"weights": "none", "start": "observation"}
     full = rt_filter(data.observations, data.times, OMEGA, resultant_scaling=False, **options)
     held = rt_filter(data.observations, data.times, OMEGA, **options)
     own = unit_direction(data.observations)[1]
-    moved_full, moved_held = (
-        geodesic_angle(own, r.direction)[:, 10:] for r in (full, held)
-    )
+    moved_full, moved_held = (geodesic_angle(own, r.direction)[:, 10:] for r in (full, held))
     assert bool((moved_held < moved_full).all())
 
 
@@ -179,8 +174,8 @@ def test_outliers_lose_their_weight():
 @pytest.mark.parametrize(
     ("world", "radial_weights"),
     [
-        (dict(radial_std=0.5, tangential_std=0.1), "own"),
-        (dict(radial_std=0.3, tangential_std=0.1, outlier_rate=0.3), "joint"),
+        ({"radial_std": 0.5, "tangential_std": 0.1}, "own"),
+        ({"radial_std": 0.3, "tangential_std": 0.1, "outlier_rate": 0.3}, "joint"),
     ],
     ids=["radial noise", "outliers"],
 )
@@ -189,7 +184,7 @@ def test_it_tracks_better_than_the_isotropic_filter_where_noise_is_not_isotropic
 ):
     data = tracks(128, 48, decay=0.01, seed=3, **world)
     radial, tangential = world["radial_std"] ** 2, world["tangential_std"] ** 2
-    same = dict(decay=0.01, start="consensus", iterations=3)
+    same = {"decay": 0.01, "start": "consensus", "iterations": 3}
     found = rt_filter(
         data.observations, data.times, OMEGA, tangential_variance=tangential,
         radial_variance=radial, resultant_scaling=False, radial=radial_weights, **same,
@@ -208,9 +203,7 @@ def test_missing_observations_and_smoothing():
     valid = torch.ones(20, dtype=torch.bool)
     valid[[0, 7, 8]] = False
     spoiled = data.observations.masked_fill(~valid[:, None], float("nan"))
-    found = rt_filter(
-        spoiled, data.times, OMEGA, valid=valid, start="consensus", causal=False
-    )
+    found = rt_filter(spoiled, data.times, OMEGA, valid=valid, start="consensus", causal=False)
     torch.testing.assert_close(found.state, data.states, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="consensus"):
         rt_filter(spoiled, data.times, OMEGA, valid=valid)
@@ -220,9 +213,7 @@ def test_only_time_differences_matter():
     data = tracks(3, 20, tangential_std=0.2)
     order = torch.randperm(20)
     plain = rt_filter(data.observations, data.times, OMEGA, decay=0.05)
-    shifted = rt_filter(
-        data.observations[:, order], data.times[order] + 1.7e9, OMEGA, decay=0.05
-    )
+    shifted = rt_filter(data.observations[:, order], data.times[order] + 1.7e9, OMEGA, decay=0.05)
     torch.testing.assert_close(shifted.state, plain.state[:, order], rtol=0, atol=1e-9)
 
 

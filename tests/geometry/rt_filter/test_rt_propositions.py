@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import special_ortho_group, unitary_group
-
 from rpt.geometry.rt_filter import (
     complex_to_real,
     exact_radial_term,
@@ -24,6 +22,7 @@ from rpt.geometry.rt_filter import (
     tangential_projector,
     transport_state,
 )
+from scipy.stats import special_ortho_group, unitary_group
 
 
 def unit_complex(rng, *shape):
@@ -78,8 +77,9 @@ def test_precision_is_the_inverse_and_projectors_are_projectors():
     rng = np.random.default_rng(3)
     u = torch.from_numpy(unit_complex(rng, 6, 4))
     eye = torch.eye(4, dtype=torch.complex128).expand(6, -1, -1)
-    sigma, precision = radial_tangential_covariance(u, 3.0, 0.2), radial_tangential_precision(
-        u, 3.0, 0.2
+    sigma, precision = (
+        radial_tangential_covariance(u, 3.0, 0.2),
+        radial_tangential_precision(u, 3.0, 0.2),
     )
     torch.testing.assert_close(sigma @ precision, eye, rtol=0, atol=1e-12)
     radial, tangential = radial_projector(u), tangential_projector(u)
@@ -96,9 +96,7 @@ def test_proposition_2_propagation_preserves_the_family():
     along = gamma_r * radial_projector(u) + gamma_t * tangential_projector(u)
     # D acts before Φ, in the tangent space at the source.
     moved = propagate_covariance(radial_tangential_covariance(u, radial, tangential), phi @ along)
-    expected = radial_tangential_covariance(
-        phi @ u, gamma_r**2 * radial, gamma_t**2 * tangential
-    )
+    expected = radial_tangential_covariance(phi @ u, gamma_r**2 * radial, gamma_t**2 * tangential)
     torch.testing.assert_close(moved, expected, rtol=0, atol=1e-12)
 
 
@@ -185,9 +183,7 @@ def order(error):
 
 def test_proposition_4_decoupling_error_is_second_order():
     def error(epsilon):
-        m, u, observed, magnitudes, radial, tangential = problem(
-            np.random.default_rng(7), epsilon
-        )
+        m, u, observed, magnitudes, radial, tangential = problem(np.random.default_rng(7), epsilon)
         observations = magnitudes.unsqueeze(-1) * observed
         whole = negative_log_likelihood(m, u, observations, radial, tangential)
         parts = first_order_radial_term(m, magnitudes, radial)

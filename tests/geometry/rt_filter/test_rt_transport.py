@@ -1,5 +1,6 @@
 """Transport in time: rotation, decay, process noise, timestamps, positive parameters."""
 
+import itertools
 import math
 
 import mpmath
@@ -7,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rpt.geometry.rt_filter import (
     decay_factor,
     geodesic_angle,
@@ -45,7 +45,9 @@ def test_rotations_compose_and_invert(first, second):
     omega = rotary_frequencies(3).double()
 
     def turn(time, y, **options):
-        return rotate(y, rotation_angles(torch.full((2,), time, dtype=torch.float64), omega), **options)
+        return rotate(
+            y, rotation_angles(torch.full((2,), time, dtype=torch.float64), omega), **options
+        )
 
     torch.testing.assert_close(turn(first, turn(second, x)), turn(first + second, x))
     torch.testing.assert_close(turn(first, turn(first, x), inverse=True), x)
@@ -89,9 +91,7 @@ def test_sphere_maps_at_the_ends():
 def test_positive_parameters_start_where_they_say():
     for value in (1e-3, 0.01, 1.0, 4.0, 30.0, 100.0):
         parameter = PositiveParameter(value, (3,))
-        torch.testing.assert_close(
-            parameter().detach(), torch.full((3,), value), rtol=2e-6, atol=0
-        )
+        torch.testing.assert_close(parameter().detach(), torch.full((3,), value), rtol=2e-6, atol=0)
         assert math.log1p(math.exp(inverse_softplus(value))) == pytest.approx(value, rel=1e-12)
     assert float(UnitIntervalParameter(0.5)().detach()) == 0.5
     with pytest.raises(ValueError, match="positive"):
@@ -105,7 +105,7 @@ def test_decay_rates_leave_a_quarter_of_the_heads_still():
     assert rates[:2] == [0.0, 0.0]
     assert rates[2] == pytest.approx(1e-3)
     assert rates[-1] == pytest.approx(1e-1)
-    ratios = [b / a for a, b in zip(rates[2:], rates[3:], strict=False)]
+    ratios = [b / a for a, b in itertools.pairwise(rates[2:])]
     assert max(ratios) == pytest.approx(min(ratios))
 
 
