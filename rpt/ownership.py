@@ -203,6 +203,8 @@ def apply_updates(
     rate: float | Tensor,
 ) -> None:
     """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
+    if not parameters:
+        return
     if isinstance(rate, Tensor):
         updates = torch._foreach_mul(list(updates), rate)
         rate = 1.0

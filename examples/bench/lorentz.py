@@ -419,7 +419,10 @@ def once(function: Callable[..., Tensor], inputs: list[Tensor]) -> None:
 
 
 def attention_times(shape: tuple[int, int, int, int], compiled: bool, repeats: int) -> dict:
-    """Median milliseconds of forward and backward, all contestants interleaved."""
+    """Median CPU milliseconds of forward and backward, all contestants interleaved.
+
+    One thread, so CPU time is run time, whatever else the machine does.
+    """
     functions = attention_functions(shape)
     if compiled:
         functions.pop("polar dense")
@@ -433,9 +436,9 @@ def attention_times(shape: tuple[int, int, int, int], compiled: bool, repeats: i
             once(function, inputs)
     for _ in range(repeats):
         for name, (function, inputs) in functions.items():
-            start = time.perf_counter()
+            start = time.process_time()
             once(function, inputs)
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * (time.process_time() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

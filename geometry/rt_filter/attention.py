@@ -136,12 +136,18 @@ class PolarAttention(FilterAttention):
             backend=backend,
         )
         self.settings = PolarSettings(
-            weights, magnitude_precision, decay, radial, radial_exponent, directional == "exact"
+            weights,
+            magnitude_precision,
+            decay,
+            radial,
+            radial_exponent,
+            directional == "exact",
+            process_noise > 0,
         )
         self.tangent, self.rotate_values, self.gain = tangent, rotate_values, gain
         self.normalize, self.m_units = normalize, m_units
         self.is_standard = self.settings == PolarSettings(
-            "exponential", False, False, "off", radial_exponent, False
+            "exponential", False, False, "off", radial_exponent, False, False
         ) and not (tangent or rotate_values or gain == "bayes")
         if not normalize and not self.is_standard:
             raise ValueError(

@@ -182,7 +182,9 @@ def rt_filter(
         temperature=number(1.0),
         sphere_scale=number(1.0 / dimension),
     )
-    settings = PolarSettings(weights=weights, radial=radial, exact=directional == "exact")
+    settings = PolarSettings(
+        weights=weights, radial=radial, exact=directional == "exact", process=process_noise > 0
+    )
 
     def estimate(u: Tensor, m: Tensor, chosen: PolarSettings) -> PolarEstimate:
         inputs = PolarInputs(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..ownership import Ownership, SingleProcess, is_sharded
 from ..roots import RootBackend, resolve_roots
 from ..stack import compute_dtype, matrix_shape, vector_length_class
-from .ddp import Replica
+from .ddp import Replica, refuse_flat_shards
 from .exchange import communication_device
 from .handshake import all_agree, checksums, differing, rendezvous, signature
 from .holding import Holding
@@ -50,6 +50,8 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
             "ownership='local' cannot update sharded parameters (DTensor): a shard of a matrix has no "
             "polar factor of its own. Leave ownership out"
         )
+    for _, parameter in plain:
+        refuse_flat_shards(parameter)
     number = _next_number()
     if plain and dist.get_world_size() > 1:
         world = dist.group.WORLD

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .layout import Box, whole_box
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "refuse_flat_shards"]
 
 
 class Replica:
@@ -16,14 +16,6 @@ class Replica:
     sharded = False
 
     def __init__(self, parameter: Tensor, size: int) -> None:
-        if getattr(parameter, "_is_flat_param", False) or getattr(
-            parameter, "_fsdp_flattened", False
-        ):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} belongs to FSDP1 "
-                "(FullyShardedDataParallel), whose flat shards have lost the matrices that RPT works "
-                "on. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead"
-            )
         self.parameter = parameter
         self.boxes: list[Box] = [whole_box(parameter.shape)] * size
 
@@ -35,3 +27,13 @@ class Replica:
 
     def global_shape(self) -> torch.Size:
         return self.parameter.shape
+
+
+def refuse_flat_shards(parameter: Tensor) -> None:
+    """Refuse a parameter of FSDP1, which looks like a plain tensor and is a piece of a flat one."""
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+        raise RuntimeError(
+            f"a parameter of local shape {tuple(parameter.shape)} belongs to FSDP1 "
+            "(FullyShardedDataParallel), whose flat shards have lost the matrices that RPT works on. "
+            "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )

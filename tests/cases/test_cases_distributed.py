@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp  # loaded once, before the processes fork
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

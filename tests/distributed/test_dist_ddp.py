@@ -74,6 +74,7 @@ def single(data, dtype=torch.float32, observe=False, accumulate=1, **options):
 
 CONFIGURATIONS = {
     "drop_in": {},
+    "float32": {},
     "paper": {"preset": "paper"},
     "replicated": {"ownership": "replicated"},
     "tensor_lr": {"lr": torch.tensor(3e-3), "max_root_staleness": 2},
@@ -83,10 +84,11 @@ CONFIGURATIONS = {
 def _many(names):
     out = {}
     for name in names:
-        net = DistributedDataParallel(build())
+        dtype = torch.float32 if name == "float32" else torch.float64
+        net = DistributedDataParallel(build(dtype))
         options = {"lr": 3e-3} | CONFIGURATIONS[name]
         optimizer = rpt.ResidualPolarTransport(net.parameters(), **options)
-        train(net, optimizer, batches(6), accumulate=2 if name == "paper" else 1)
+        train(net, optimizer, batches(6, dtype=dtype), accumulate=2 if name == "paper" else 1)
         saved = optimizer.state_dict()["state"]
         out[name] = {
             "weights": weights(net),
@@ -117,7 +119,12 @@ def test_ddp_gives_the_numbers_of_a_single_process(ranks):
     results = run(_many, ranks, list(CONFIGURATIONS))
     for name, options in CONFIGURATIONS.items():
         alone = {k: v for k, v in options.items() if k not in ("ownership", "lr")}
-        expected, optimizer = single(batches(6), accumulate=2 if name == "paper" else 1, **alone)
+        dtype, tolerance = torch.float64, 1e-10
+        if name == "float32":
+            # Six steps amplify the rounding of the mean gradient; float64 shows that nothing else does.
+            dtype, tolerance = torch.float32, 1e-3
+        data = batches(6, dtype=dtype)
+        expected, optimizer = single(data, dtype, accumulate=2 if name == "paper" else 1, **alone)
         first = results[0][name]
         for result in results:
             mine = result[name]
@@ -125,13 +132,15 @@ def test_ddp_gives_the_numbers_of_a_single_process(ranks):
                 mine["weights"], first["weights"], expected, strict=True
             ):
                 assert torch.equal(value, other), name
-                torch.testing.assert_close(value, reference, rtol=1e-5, atol=2e-6)
+                torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance)
             assert mine["keys"] == first["keys"]
             assert mine["small"] == first["small"]
             assert mine["gain"] == pytest.approx(float(optimizer.param_groups[0]["gain"]), rel=1e-6)
             assert mine["telemetry"] == first["telemetry"]
             for value, record in zip(mine["momentum"], optimizer.state.values(), strict=True):
-                torch.testing.assert_close(value, record["momentum"], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(
+                    value, record["momentum"], rtol=10 * tolerance, atol=10 * tolerance
+                )
         whole = results[0]["replicated"]["bytes"]
         if name == "drop_in":
             # What ranks own adds up to the whole, and none holds most of it.

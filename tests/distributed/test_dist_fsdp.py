@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # loaded once, before the processes fork
 from processes import needs_processes, run
 from torch import nn
 
@@ -15,7 +17,7 @@ pytestmark = needs_processes
 STEPS = 5
 
 
-def build(dtype=torch.float32):
+def build(dtype=torch.float64):
     """Weights of 8×6, 5×6 (rows 3+2 on two ranks) and 1×6 (rows 1+0), a convolution, a norm."""
     torch.manual_seed(3)
 
@@ -38,7 +40,7 @@ def build(dtype=torch.float32):
     return Net().to(dtype)
 
 
-def batches(steps, dtype=torch.float32):
+def batches(steps, dtype=torch.float64):
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
         x = torch.randn(12, 2, 2, generator=generator, dtype=dtype)
@@ -60,7 +62,7 @@ def whole(net):
     ]
 
 
-def single(dtype=torch.float32, **options):
+def single(dtype=torch.float64, **options):
     net = build(dtype)
     optimizer = rpt.ResidualPolarTransport(net.parameters(), 3e-3, **options)
     train(net, optimizer, batches(STEPS, dtype))
@@ -84,18 +86,19 @@ def _layouts(names):
     size, rank = dist.get_world_size(), dist.get_rank()
     out = {}
     for name in names:
-        options, layout, dtype = {}, {}, torch.float32
+        options, layout, dtype = {}, {}, torch.float64
         mesh = init_device_mesh("cpu", (size,))
         parts, part = size, rank
         if name == "paper":
             options = {"preset": "paper"}
         elif name == "replicated":
             options = {"ownership": "replicated"}
-        elif name == "float64":
-            dtype = torch.float64
+        elif name == "float32":
+            dtype = torch.float32
         elif name == "offload":
             layout = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
         elif name == "bf16 compute":
+            dtype = torch.float32
             layout = {
                 "mp_policy": MixedPrecisionPolicy(
                     param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -118,11 +121,12 @@ def _layouts(names):
     return out
 
 
-TOLERANCES = {"bf16 compute": 3e-2, "float64": 1e-11}
+# In float64 a wrong layout cannot hide; in float32 five steps amplify the rounding of the mean gradient.
+TOLERANCES = {"bf16 compute": 3e-2, "float32": 1e-3}
 
 
 def _compare(results, name, expected):
-    tolerance = TOLERANCES.get(name, 1e-5)
+    tolerance = TOLERANCES.get(name, 1e-10)
     for result in results:
         for value, reference in zip(result[name]["weights"], expected, strict=True):
             torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance)
@@ -130,11 +134,11 @@ def _compare(results, name, expected):
 
 
 def test_fsdp2_equals_the_unsharded_step():
-    names = ["rows", "paper", "replicated", "float64", "bf16 compute", "observed", "offload"]
+    names = ["rows", "paper", "replicated", "float32", "bf16 compute", "observed", "offload"]
     results = run(_layouts, 2, names)
     for name in names:
         options = {"preset": "paper"} if name == "paper" else {}
-        dtype = torch.float64 if name == "float64" else torch.float32
+        dtype = torch.float32 if name in TOLERANCES else torch.float64
         if name != "observed":
             _compare(results, name, single(dtype, **options))
     # The case is really there: a rank without a row of the 1×6 weight.
@@ -166,7 +170,7 @@ def _tensor_parallel(with_fsdp):
     )
 
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+    net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)).double()
     if with_fsdp:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -177,7 +181,7 @@ def _tensor_parallel(with_fsdp):
     optimizer = rpt.ResidualPolarTransport(net.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(7)
     for _ in range(3):
-        x = torch.randn(8, 6, generator=generator)
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
         if with_fsdp:
             x = x.chunk(2)[mesh["dp"].get_local_rank()]
         net(x).square().mean().backward()
@@ -189,16 +193,16 @@ def _tensor_parallel(with_fsdp):
 @pytest.mark.parametrize(("ranks", "with_fsdp"), [(2, False), (4, True)])
 def test_tensor_parallel_parameters(ranks, with_fsdp):
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+    net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)).double()
     optimizer = rpt.ResidualPolarTransport(net.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(7)
     for _ in range(3):
-        net(torch.randn(8, 6, generator=generator)).square().mean().backward()
+        net(torch.randn(8, 6, generator=generator, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     for result in run(_tensor_parallel, ranks, with_fsdp):
         for value, reference in zip(result, whole(net), strict=True):
-            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-10)
 
 
 def _refusals():
