@@ -58,11 +58,14 @@ class StackRegistry:
             return
         taking_part = {id(p) for _, p in live}
         shelves: dict[tuple[Any, ...], list[Tensor]] = {}
+        ordinals: dict[tuple[Any, ...], list[int]] = {}
+        seen: dict[tuple[Any, ...], int] = {}
         for g, parameter in _members(groups):
+            key = _stack_key(g, groups[g], parameter, backend)
             if id(parameter) in taking_part or "momentum" in state.get(parameter, {}):
-                shelves.setdefault(_stack_key(g, groups[g], parameter, backend), []).append(
-                    parameter
-                )
+                shelves.setdefault(key, []).append(parameter)
+                ordinals.setdefault(key, []).append(seen.get(key, 0))
+            seen[key] = seen.get(key, 0) + 1
         self.forget()
         for key, parameters in shelves.items():
             group = groups[key[0]]
@@ -76,6 +79,7 @@ class StackRegistry:
                 dtype=key[1],
                 device=key[2],
                 polar_prior=group["polar_prior"],
+                ordinals=ordinals[key],
             )
             for i, parameter in enumerate(parameters):
                 record = state[parameter]
@@ -88,7 +92,8 @@ class StackRegistry:
 def _members(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
     for g, group in enumerate(groups):
         for parameter in group["params"]:
-            yield g, parameter
+            if parameter.numel():  # an empty one has nothing to keep
+                yield g, parameter
 
 
 def _stack_key(

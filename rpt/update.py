@@ -52,15 +52,17 @@ class Members:
 
     Attributes:
         steps: t of each, this step included.
+        metric_steps: how many gradients the metric, or a vector's second moment, has seen.
         root_ages: steps since each one's last refresh; None for a matrix without roots.
         units: what each gradient was divided by.
-        positions: of each in the stack, which spreads refreshes by age over the steps.
+        positions: running number of each among its like, which spreads refreshes over the steps.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
         outgrown: whether its gradients have become much larger than those its roots were made of.
         shaped: whether any of them may have a polar weight above zero.
     """
 
     steps: list[int]
+    metric_steps: list[int]
     root_ages: list[int | None]
     units: list[float]
     positions: list[int]
@@ -111,7 +113,7 @@ def take_step(
         members: step counts and root ages.
         rule: the numbers.
     """
-    correction2 = _correction(rule.beta2, members.steps, gradient)
+    correction2 = _correction(rule.beta2, members.metric_steps, gradient)
     refreshed: list[int] = []
     failed: Tensor | None = None
     if backend is None:
@@ -121,7 +123,10 @@ def take_step(
     else:
         matrices = gradient.view(-1, *shape)
         metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
-        backend.accumulate(metric, matrices, rule.beta2)
+        if members.shapes is None:
+            backend.accumulate(metric, matrices, rule.beta2)
+        else:
+            backend.accumulate(metric, matrices, rule.beta2, members.shapes)  # type: ignore[call-arg]
         due = due_by_age(members, rule)
         if rule.root_drift_threshold is not None and not all(due):
             drift = yield backend.drift(metric, shape, correction2)

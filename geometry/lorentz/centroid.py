@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .chord import pair_chord
-from .convert import asinh_of_norm, unit_space
+from .convert import asinh_of_norm
 from .distance import half_squared_chord
 from .point import (
     Point,
@@ -41,12 +41,12 @@ def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
     return Point(torch.where(large, log_form, small_form), direction)
 
 
-def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """sinh a, e^−a, u, sinh(a) u, and u at origins (0 elsewhere); radii limited."""
+def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """sinh a, e^−a, u, and u at origins (0 elsewhere); radii limited."""
     ((a, u),) = promote(points)
     a = a.clamp(max=radius_limit(a.dtype))
     at_origin = torch.where(is_origin(a, u).unsqueeze(-1), u, 0.0)
-    return torch.sinh(a), torch.exp(-a), u, unit_space(a, u), at_origin
+    return torch.sinh(a), torch.exp(-a), u, at_origin
 
 
 def _check_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,7 +69,7 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
         Points of shapes (…) and (…, n). All-zero weights, and N = 0, give the origin with finite
         gradients.
     """
-    sinh_a, falling, u, space, at_origin = _terms(points)
+    sinh_a, falling, u, at_origin = _terms(points)
     check_curvature(k, u)
     if sinh_a.dim() == 0:
         raise ValueError("centroid needs a set of points: a of shape (…, N), u of (…, N, n)")
@@ -81,7 +81,13 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
             f"weights must have shape (…, {sinh_a.shape[-1]}), one per point, got "
             f"{tuple(weights.shape)}; for a matrix of weights use centroids"
         )
-    space_sum = (weights.unsqueeze(-1) * space).sum(-2)
+    # Summed as differences from the direction it nearly has: a plain sum of long nearly parallel
+    # vectors loses several roundings of their length, each worth an error of the whole point.
+    mass = weights * sinh_a
+    rough = (mass.unsqueeze(-1) * u).sum(-2).detach()
+    nearly = norm_and_direction(rough)[1].unsqueeze(-2)
+    off = mass.unsqueeze(-1) * (u - nearly) + weights.unsqueeze(-1) * at_origin
+    space_sum = mass.sum(-1, keepdim=True) * nearly.squeeze(-2) + off.sum(-2)
     direction = norm_and_direction(space_sum)[1].unsqueeze(-2)
     # Zero in value: the derivative of T − ‖V‖ by the space coordinates of a point at the origin.
     from_origin = (at_origin * direction).sum(-1)
@@ -100,14 +106,17 @@ def centroids(points: PointLike, weights: Tensor) -> Point:
     Returns:
         Points of shapes (…, N) and (…, N, n). Needs memory for a few (N, M) tensors, no (N, M, n).
     """
-    sinh_a, falling, u, space, at_origin = _terms(points)
+    sinh_a, falling, u, at_origin = _terms(points)
     weights = _check_weights(weights, u.dtype)
     if weights.dim() < 2 or weights.shape[-1] != sinh_a.shape[-1]:
         raise ValueError(
             f"weights must have shape (…, N, {sinh_a.shape[-1]}), got {tuple(weights.shape)}"
         )
     with without_autocast(u.device.type):
-        space_sum = weights @ space
+        # Products of differences from the middle of all points, as in `centroid`.
+        middle = norm_and_direction((sinh_a.unsqueeze(-1) * u).sum(-2).detach())[1].unsqueeze(-2)
+        off = sinh_a.unsqueeze(-1) * (u - middle) + at_origin
+        space_sum = (weights @ sinh_a.unsqueeze(-1)) * middle + weights @ off
         direction = norm_and_direction(space_sum)[1]
         chord = pair_chord(direction, u)
         terms = falling.unsqueeze(-2) + sinh_a.unsqueeze(-2) * chord

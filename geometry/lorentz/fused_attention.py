@@ -136,7 +136,7 @@ def fused_attention(
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
-    row_block: int = 64,
+    row_block: int = 128,
     key_block: int = 4096,
 ) -> Point:
     """Centroids of the values under softmax(−gain · D² + bias), in memory linear in N and M.

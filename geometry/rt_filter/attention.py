@@ -53,9 +53,8 @@ class PolarAttention(FilterAttention):
         d_model: features of the residual stream.
         num_heads: heads H.
         head_dim: complex features d per head, default d_model // num_heads: the projections then
-            map
-            d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads) gives
-            the widths, and the parameters, of ordinary attention.
+            map d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads)
+            gives the widths, and the parameters, of ordinary attention.
         causal: whether a token sees only tokens not later than itself, by time.
         dropout: dropout on the directional weights A_T while training.
         base, conjugate_frequencies, learn_frequencies: angular frequencies, see
@@ -137,12 +136,18 @@ class PolarAttention(FilterAttention):
             backend=backend,
         )
         self.settings = PolarSettings(
-            weights, magnitude_precision, decay, radial, radial_exponent, directional == "exact"
+            weights,
+            magnitude_precision,
+            decay,
+            radial,
+            radial_exponent,
+            directional == "exact",
+            process_noise > 0,
         )
         self.tangent, self.rotate_values, self.gain = tangent, rotate_values, gain
         self.normalize, self.m_units = normalize, m_units
         self.is_standard = self.settings == PolarSettings(
-            "exponential", False, False, "off", radial_exponent, False
+            "exponential", False, False, "off", radial_exponent, False, False
         ) and not (tangent or rotate_values or gain == "bayes")
         if not normalize and not self.is_standard:
             raise ValueError(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["map_query_slices", "slice_length"]
 
-SLAB_ELEMENTS = 2**19
+SLAB_ELEMENTS = 2**18
 
 
 def slice_length(batch: int, heads: int, keys: int) -> int:

@@ -1,9 +1,8 @@
 """The RT-Filter as a plain function, and the isotropic filter it is compared with.
 
-Both estimate, at every time t_i, the latent state from all (or all earlier) observations
-transported
-to t_i, by iteratively reweighted least squares: weights from residuals at the current estimate, a
-weighted mean, an update, and again.
+Both estimate, at every time t_i, the latent state from all (or all earlier) observations,
+transported to t_i, by iteratively reweighted least squares: weights from residuals at the current
+estimate, a weighted mean, an update, and again.
 
 Source: RT-Filter paper, section 3.4, appendix A.3, C.2, G.1 and G.3.
 """
@@ -183,7 +182,9 @@ def rt_filter(
         temperature=number(1.0),
         sphere_scale=number(1.0 / dimension),
     )
-    settings = PolarSettings(weights=weights, radial=radial, exact=directional == "exact")
+    settings = PolarSettings(
+        weights=weights, radial=radial, exact=directional == "exact", process=process_noise > 0
+    )
 
     def estimate(u: Tensor, m: Tensor, chosen: PolarSettings) -> PolarEstimate:
         inputs = PolarInputs(

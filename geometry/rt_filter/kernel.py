@@ -2,9 +2,8 @@
 
 On a regular grid everything that depends on a pair only through its lag is a vector over lags
 (`LagTables`). With the queries of a slice in reverse order, such a vector read with strides (1, 1)
-is
-the slice's whole (queries × keys) table, without a copy. The vectors themselves are made outside by
-plain differentiable code (`logits.lag_tables`), so this file knows only how they enter:
+is the slice's whole (queries × keys) table, without a copy. The vectors themselves are made outside
+by plain differentiable code (`logits.lag_tables`), so this path knows only how they enter:
 
     k = slope·m_j² + offset                      κ̃_ij times its scale
     L = β log k + log_ratio − c log(1 + k S)     S = 1 − cos, or − c k S with exponential weights

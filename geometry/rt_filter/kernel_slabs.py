@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab", "multiply_rows"]
 
-SLAB_ELEMENTS = 2**18
+SLAB_ELEMENTS = 2**19
 MAX_SLICE = 128
 
 EXPONENTIAL, RADIAL, SHARED = 1, 2, 4
@@ -296,6 +296,7 @@ def backward_slab(work: Work, slab: Slab, grads: Gradients, upward: Upward) -> N
     if saved.dropped is not None:
         score.mul_(saved.dropped)
     if work.radial and work.shared:
+        assert saved.projected is not None
         score.addcmul_(saved.projected, magnitude)
     score.sub_(work.rows(slab, upward.row_mean).unsqueeze(-1))
     score.mul_(saved.attention)  # ∂/∂L

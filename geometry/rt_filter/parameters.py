@@ -141,9 +141,8 @@ class FilterScalars(NamedTuple):
     """The numbers of Algorithm 1, one per head, each a tensor of shape (heads,).
 
     Variances are those of the paper: η²_{t,k}, η²_{t,q}, ι²_t, η²_{r,k}, η²_{r,q}, ι²_r, m²_∞, and
-    σ²
-    of the process noise (0 without it). `sphere_scale` multiplies the squared distance: the product
-    of the query's and the key's learned gain, over d where magnitudes are in raw units.
+    σ² of the process noise (0 without it). `sphere_scale` multiplies the squared distance: the
+    product of the query's and the key's learned gain, over d where magnitudes are in raw units.
     """
 
     decay: Tensor

@@ -66,9 +66,8 @@ class RobustFilterAttention(FilterAttention):
     """Multi-head Robust Filter Attention (appendix A.4): x ↦ W_o V̄.
 
     The arguments and the call are those of `PolarAttention` where they apply; tokens see one
-    another
-    through Mahalanobis distances of transported keys, values are rotated, decayed, averaged and
-    counter-rotated. Put a residual connection, and a norm if wanted, around it.
+    another through Mahalanobis distances of transported keys, values are rotated, decayed, averaged
+    and counter-rotated. Put a residual connection, and a norm if wanted, around it.
 
     Args:
         weights: "student_t" or "exponential" influence weights.

@@ -144,7 +144,7 @@ def rpt_factory(
         optimizer = ResidualPolarTransport(
             model.parameters(), lr=lr, preset=preset, weight_decay=WEIGHT_DECAY, **options
         )
-        cadence = {} if observe_every is None else {"observe_every": observe_every}
+        cadence: dict[str, Any] = {} if observe_every is None else {"observe_every": observe_every}
         if observe == "declared":
             optimizer.attach_model(model, **cadence)
         elif observe == "all":

@@ -86,9 +86,14 @@ class RootBackend(ABC):
     def pads(self, rows: int, cols: int) -> bool:
         """Whether smaller matrices may share a (rows, cols) stack, padded with zeros.
 
-        A backend that says yes must take the true shapes from `Damping.shapes` at a refresh.
+        A backend that says yes gets the true shapes, (b, 2), as `Damping.shapes` at a refresh and as a
+        fourth argument of `accumulate`, and implements `crop`.
         """
         return False
+
+    def crop(self, key: str, value: Tensor, rows: int, cols: int) -> Tensor:
+        """The part of one matrix's state entry that an unpadded (rows, cols) matrix would have."""
+        return value
 
     def without_drift(self) -> RootBackend:
         """The same backend for an optimizer that refreshes by age alone and asks for no drift."""

@@ -62,8 +62,8 @@ def operations():
 @pytest.mark.parametrize("name", sorted(operations()))
 def test_first_and_second_derivatives(name):
     function, inputs = operations()[name]
-    assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs)
+    assert gradcheck(function, inputs, fast_mode=True)
+    assert gradgradcheck(function, inputs, fast_mode=True)
 
 
 def test_derivatives_at_coincidence():
@@ -182,30 +182,36 @@ def test_vmap_and_functional_gradients():
     assert torch.allclose(mapped[0], lorentz.pairwise_squared_distance(x, x))
 
 
-# Tracing these takes far longer than tracing the rest.
-LONG_TO_TRACE = {"exp_map", "exp_map_inward", "exp_map_origin", "from_space", "gyro_add"}
+def test_every_operation_traces_without_a_graph_break():
+    """All of them in one function: a break anywhere is an error under fullgraph."""
+    named = operations()
+    inputs = {name: arguments for name, (_, arguments) in named.items()}
 
+    def everything(inputs):
+        parts = []
+        for name, (function, _) in named.items():
+            result = function(*inputs[name])
+            parts += list(result) if isinstance(result, tuple) else [result]
+        return parts
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LONG_TO_TRACE else [])
-        for name in sorted(operations())
-    ],
-)
-def test_compiles_in_one_graph(name):
-    function, inputs = operations()[name]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-
-    def run(f):
-        result = f(*inputs)
-        parts = result if isinstance(result, tuple) else (result,)
-        total = sum(part.sum() for part in parts)
-        gradients = torch.autograd.grad(total, inputs, allow_unused=True)
-        return [*parts, *(g for g in gradients if g is not None)]
-
-    for ours, expected in zip(run(compiled), run(function), strict=True):
+    compiled = torch.compile(everything, fullgraph=True, backend="eager")
+    for ours, expected in zip(compiled(inputs), everything(inputs), strict=True):
         assert torch.allclose(ours, expected)
+    torch._dynamo.reset()
+
+
+def test_compiled_backward():
+    """Forward and backward ahead of time, through both custom autograd functions."""
+    x, y = make(3, 4, seed=0), make(3, 4, seed=1)
+
+    def function(a, u, b, v):
+        pairs = lorentz.pairwise_squared_distance((a, u), (b, v), k=1.7)
+        return pairs.sum() + lorentz.squared_distance((a, u), (b, v), k=1.7).sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    ours = torch.autograd.grad(compiled(*x, *y), (*x, *y))
+    expected = torch.autograd.grad(function(*x, *y), (*x, *y))
+    assert all(torch.allclose(p, q) for p, q in zip(ours, expected, strict=True))
     torch._dynamo.reset()
 
 

@@ -11,7 +11,7 @@ import pytest
 import rpt.geometry.lorentz as lorentz
 import torch
 
-RADII = [0.0, 1e-6, 0.01, 0.5, 2.0, 8.0, 15.0, 25.0, 40.0]
+RADII = [0.0, 1e-6, 0.5, 4.0, 12.0, 40.0]
 EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 DTYPES = [torch.float64, torch.float32]
 
