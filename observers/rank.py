@@ -263,7 +263,10 @@ def ranks(
 def _moved(item: Statistics, where: torch.device) -> Statistics:
     if item.moments.device == where == item.rows.device:
         return item
-    return Statistics(*(t.to(where) if isinstance(t, Tensor) else t for t in item))
+    shuffled = None if item.shuffled is None else item.shuffled.to(where)
+    return Statistics(
+        item.moments.to(where), item.offset.to(where), item.rows.to(where), item.width, shuffled
+    )
 
 
 def _batch_ranks(batch: list[Statistics], settings: ObserverSettings) -> Tensor:
