@@ -28,13 +28,13 @@ class CostModel:
     Attributes:
         eigh: one eigendecomposition of an n×n block costs `eigh` · n³.
         element: everything elementwise in the rule, per entry.
-        call: fixed cost per parameter.
+        call: fixed cost of a matrix; a vector, many of which share one call, costs a thirtieth.
         staleness: steps between two refreshes of a root.
     """
 
     eigh: float = 11.0
     element: float = 700.0
-    call: float = 1e6
+    call: float = 5e5
     staleness: float = 10.0
 
     def matrix(
@@ -75,7 +75,7 @@ class CostModel:
 
     def vector(self, length: int) -> float:
         """Cost of one step of a vector."""
-        return self.call + self.element * length
+        return self.call / 30 + self.element * length
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,9 @@ class OwnerRanks(_Ranks):
         whole = dict(state)
         for team in self.teams:
             whole_state(team, state, whole)
-        return whole
+        # In the order of the parameters: the same on every rank.
+        every = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {p: whole[p] for p in every if p in whole}
 
     def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
         for team in self.teams:

@@ -55,7 +55,7 @@ def _gradients(step):
 
 def _layers():
     torch.manual_seed(0)
-    return nn.ModuleList(nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES)
+    return nn.Sequential(*(nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES))
 
 
 def _case_10():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 import time
@@ -26,7 +27,11 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank, (ranks, folder, function, args), nprocs=ranks, join=False, start_method="fork"
+            _rank,
+            (ranks, folder, limit, function, args),
+            nprocs=ranks,
+            join=False,
+            start_method="fork",
         )
         deadline = time.monotonic() + limit
         try:
@@ -42,7 +47,11 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.
         ]
 
 
-def _rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, ranks: int, folder: str, limit: float, function: Callable[..., Any], args: Any
+) -> None:
+    # A deadlock says where every rank stood.
+    faulthandler.dump_traceback_later(0.8 * limit)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(
@@ -55,4 +64,5 @@ def _rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], args
     try:
         torch.save(function(*args), Path(folder) / f"result{rank}")
     finally:
+        faulthandler.cancel_dump_traceback_later()
         dist.destroy_process_group()
