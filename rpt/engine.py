@@ -150,6 +150,7 @@ def _start(
         _observe(item, records, [ranks.get(p, global_rank) for p in item.parameters])
     members = Members(
         steps=[r["step"] + 1 for r in records],
+        metric_steps=[r["step"] + 1 - r.get("metric_start", 0) for r in records],
         root_ages=[
             r["step"] + 1 - r["last_root_step"] if r.get("last_root_step") else None
             for r in records

@@ -166,13 +166,25 @@ class Stack:
         # The largest gradient entry in the covariance's memory, and what it was at the last refresh.
         counters["peak"] = 0.0
         roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0, "observation_age": 0}
+        # The step before which the metric's statistics began: 0, or where it started anew.
+        roots["metric_start"] = 0
         return counters | (roots if self.is_matrix else {})
 
     def adopt(self, index: int, record: dict[str, Any]) -> None:
         """Take over one parameter's earlier state and leave views of the stack in its place.
 
-        Metric entries that do not fit the backend any more are dropped: the metric starts anew.
+        A metric that does not fit the backend any more starts anew: in all its entries, with no roots
+        and a bias correction of its own.
         """
+        fits = all(
+            record[key].shape == self.view(key, index).shape if key in self.tensors else False
+            for key in record
+            if key.startswith(METRIC)
+        )
+        if not fits:
+            for key in [k for k in record if k.startswith(METRIC)]:
+                del record[key]
+            record["last_root_step"], record["metric_start"] = 0, record.get("step", 0)
         for key in self.keys:
             view = self.view(key, index)
             value = record.get(key)
@@ -181,11 +193,6 @@ class Stack:
             elif value is not None and not isinstance(value, Tensor):
                 view.fill_(value)
             record[key] = view
-        stale = [k for k in record if k.startswith(METRIC) and k not in self.tensors]
-        for key in stale:
-            del record[key]
-        if stale:
-            record["last_root_step"] = 0
         for key, start in self.host_state().items():
             record.setdefault(key, start)
 

@@ -52,6 +52,7 @@ class Members:
 
     Attributes:
         steps: t of each, this step included.
+        metric_steps: how many gradients the metric, or a vector's second moment, has seen.
         root_ages: steps since each one's last refresh; None for a matrix without roots.
         units: what each gradient was divided by.
         positions: running number of each among its like, which spreads refreshes over the steps.
@@ -61,6 +62,7 @@ class Members:
     """
 
     steps: list[int]
+    metric_steps: list[int]
     root_ages: list[int | None]
     units: list[float]
     positions: list[int]
@@ -111,7 +113,7 @@ def take_step(
         members: step counts and root ages.
         rule: the numbers.
     """
-    correction2 = _correction(rule.beta2, members.steps, gradient)
+    correction2 = _correction(rule.beta2, members.metric_steps, gradient)
     refreshed: list[int] = []
     failed: Tensor | None = None
     if backend is None:

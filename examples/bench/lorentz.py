@@ -443,17 +443,21 @@ def attention_times(shape: tuple[int, int, int, int], compiled: bool, repeats: i
 
 
 def peak_memory(name: str, shape: tuple[int, int, int, int]) -> float:
-    """Peak MB above the inputs of one forward and backward, in a fresh process."""
+    """Peak MB above the inputs of one forward and backward, in a fresh process (Linux)."""
     code = (
-        "import resource, sys, torch; torch.set_num_threads(1)\n"
+        "import sys, torch; torch.set_num_threads(1)\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import lorentz as bench\n"
+        "def read(name):\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith(name))\n"
         f"f, inputs = bench.attention_functions({shape})[{name!r}]\n"
         "small = bench.attention_functions((1, 1, 8, 4))\n"
         f"bench.once(*small[{name!r}])\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"
+        "before = read('VmRSS')\n"
         "bench.once(f, inputs)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "print(read('VmHWM') - before)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],

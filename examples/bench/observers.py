@@ -4,7 +4,8 @@
 
 A GPT of width 256 reads 2,048 tokens per step; every linear layer is observed. Observed steps
 include what `optimizer.step()` adds on top of its own work: committing the stage (all sites solved
-in one batched call) and advancing the cadence. Plain and observed steps alternate; medians.
+in one batched call) and advancing the cadence. Plain and observed steps alternate; medians of the
+process's own seconds on a CPU, which other programs disturb less, and of the clock's on a GPU.
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
-def synchronize(device: torch.device) -> None:
+def now(device: torch.device) -> float:
+    """Seconds: of this process on a CPU, of the clock on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def step_time(
@@ -76,14 +80,12 @@ def step_time(
 ) -> float:
     """Seconds of one forward + backward, and what an optimizer's step adds for observation."""
     model.zero_grad()
-    synchronize(data[0].device)
-    start = time.perf_counter()
+    start = now(data[0].device)
     call(*data).backward()
     if stage is not None and attachment is not None:
         stage.commit()
         attachment.after_step({})
-    synchronize(data[0].device)
-    return time.perf_counter() - start
+    return now(data[0].device) - start
 
 
 def main() -> None:
@@ -95,6 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 2 or arguments.width % 32 or arguments.layers < 1:
         parser.error("needs at least 2 steps, one layer, and a width divisible by 32")
+    torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = (
         torch.randint(256, (8, 256), device=device),

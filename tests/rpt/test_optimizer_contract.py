@@ -624,7 +624,9 @@ def test_state_loads_into_another_dtype_and_back(build):
     train(other, low, 3, start=3)
     train(optimizer, params, 3, start=3)
     for p, q in zip(low, params, strict=True):
-        torch.testing.assert_close(p.double(), q, rtol=1e-3, atol=1e-3)
+        # Drift estimated from a sketch may refresh a root a step earlier in one than in the other.
+        torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-2)
+        assert int(other.state[p]["step"]) == 6
 
 
 @few_optimizers
@@ -973,6 +975,23 @@ def test_roots_can_be_changed_between_steps():
         for p in params:
             assert p.isfinite().all()
             assert optimizer.state[p]["step"] == 2 * t + 2
+
+
+@pytest.mark.parametrize("preset", ["drop_in", "paper"])
+def test_a_metric_that_starts_anew_is_corrected_anew(preset):
+    # Late in training a fresh covariance under an old bias correction would give steps 30 times too long.
+    params = parameters((6, 5))
+    optimizer = ResidualPolarTransport(params, lr=1e-2, preset=preset, roots="full", gain_rate=0.0)
+    lengths = []
+    for t in range(45):
+        if t == 40:
+            optimizer.param_groups[0]["roots"] = "low_rank(rank=3)"
+        before = params[0].detach().clone()
+        train(optimizer, params, 1, start=t)
+        lengths.append((params[0].detach() - before).norm().item())
+    assert max(lengths[40:]) < 2 * max(lengths[30:40])
+    momentum = optimizer.state[params[0]]["momentum"]
+    assert momentum.square().mean().sqrt().item() < 2
 
 
 def test_a_parameter_may_change_its_dtype_between_steps():
