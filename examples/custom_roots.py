@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import rpt
 from rpt.roots import Damping, Refresh, RootBackend, check_backend
 
+BATCH = 64
+
 
 class DiagonalRoots(RootBackend):
     """Rows and columns are scaled each by the inverse fourth root of their mean square."""
@@ -72,7 +74,7 @@ def train(roots: str | RootBackend, epochs: int = 8) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     started = time.perf_counter()
     for _ in range(epochs):
-        for rows in train_rows[torch.randperm(len(train_rows))].split(64):
+        for rows in train_rows[torch.randperm(len(train_rows))].split(BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()

@@ -14,6 +14,8 @@ from torch import nn
 
 import rpt  # line 1
 
+BATCH = 64
+
 
 def train(use_rpt: bool, lr: float = 3e-3, epochs: int = 12) -> None:
     torch.manual_seed(0)
@@ -35,7 +37,7 @@ def train(use_rpt: bool, lr: float = 3e-3, epochs: int = 12) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     started = time.perf_counter()
     for _ in range(epochs):
-        for rows in train_rows[torch.randperm(len(train_rows))].split(64):
+        for rows in train_rows[torch.randperm(len(train_rows))].split(BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()

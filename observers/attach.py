@@ -24,6 +24,10 @@ STRATEGIES: dict[str, Callable[[], Observer]] = {
 }
 
 
+# Below the first percentile of q on a small GPT: a turn that noise alone does not make.
+COHERENCE_THRESHOLD = -0.5
+
+
 class Attachment:
     """A model under observation.
 
@@ -97,7 +101,8 @@ def _silence(names: list[str]) -> str:
     which = ", ".join(repr(name) for name in names)
     return (
         f"observed layers produced no statistics in this step: {which}. Either the model was "
-        "compiled before it was attached (attach first, then torch.compile), or the layer's weight "
+        "compiled before it was attached, or another of its class was (attach first, then "
+        "torch.compile; torch.compiler.reset() forgets earlier graphs), or the layer's weight "
         "is used without calling the layer, as nn.MultiheadAttention and F.linear do (call "
         "optimizer.observe_residual with its activations and cotangents, or leave it out with "
         "sites= or module_filter=). Until then such a layer is updated without an observation of "
@@ -119,7 +124,7 @@ def attach(
     strategy: str | Observer = "hook",
     observe_every: int = 1,
     sites: Iterable[Any] | None = None,
-    coherence_threshold: float = 0.0,
+    coherence_threshold: float = COHERENCE_THRESHOLD,
 ) -> Attachment:
     """Observe `model`'s layers into `stage`.
 

@@ -14,12 +14,14 @@ class Cadence:
     """Per-parameter age of the last measurement, in steps.
 
     A parameter is due in the first step, again once its last measurement is `every` steps old, and
-    in the step after its frame coherence q fell below `coherence_threshold`.
+    in the step after its frame coherence q fell below `coherence_threshold`. A q that stays there
+    (an oscillating frame) forces no second measurement until it has been above again.
 
     Args:
         parameters: What is measured.
         every: Steps from one measurement to the next, at least 1.
-        coherence_threshold: q below it forces a measurement (q in [−1, 1]).
+        coherence_threshold: q in [−1, 1] below which the frame counts as turned far. On a small
+            GPT the median q of a layer is about −0.1 and 1 in 100 lies below −0.5.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Cadence:
         self.every = every
         self.coherence_threshold = coherence_threshold
         self._ages: dict[Tensor, int] = dict.fromkeys(parameters, every)
+        self._low: set[Tensor] = set()
         self._turned: tuple[list[Tensor], Tensor, torch.cuda.Event | None] | None = None
 
     def due(self, parameter: Tensor) -> bool:
@@ -69,16 +72,23 @@ class Cadence:
         if event is not None:
             event.synchronize()
         for parameter, q in zip(watched, values.tolist(), strict=True):
-            if q < self.coherence_threshold:
+            if q >= self.coherence_threshold:
+                self._low.discard(parameter)
+            elif parameter not in self._low:
+                self._low.add(parameter)
                 self._ages[parameter] = max(self._ages[parameter], self.every)
 
     def ages(self) -> dict[Tensor, int]:
-        """Steps since each parameter's last measurement; at least `every` where one is due."""
+        """Steps since each parameter's last measurement; at least `every` where one is due.
+
+        Negative where q is below the threshold already, so that a checkpoint keeps that too.
+        """
         self._force()
-        return dict(self._ages)
+        return {p: -age if p in self._low else age for p, age in self._ages.items()}
 
     def restore(self, ages: Mapping[Tensor, int]) -> None:
         """Continue with the ages of a checkpoint; parameters it lacks keep theirs."""
         for parameter, age in ages.items():
             if parameter in self._ages:
-                self._ages[parameter] = int(age)
+                self._ages[parameter] = abs(int(age))
+                (self._low.add if age < 0 else self._low.discard)(parameter)

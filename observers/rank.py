@@ -60,31 +60,59 @@ class ObserverSettings:
 
 
 class Statistics(NamedTuple):
-    """What one observation leaves behind: small plain tensors, scale-free.
+    """What one observation leaves behind: small plain tensors, in units of their own.
 
     Attributes:
-        covariance: XᵀX/B of the sketched, centred activations, mean diagonal 1; (n, n).
-        cross: XᵀΔ/B against the sketched, centred cotangents, both at RMS 1; (n, m).
-            Both are zero where the observation carries no relation (fewer than 2 finite rows, or a
-            constant side); such an observation has rank 1.
+        moments: ZᵀZ, summed over rows, of both sketched sides side by side, Z = [X, Δ] centred;
+            (n + m, n + m). Either side may carry any positive factor.
+        offset: What centring subtracted, (n + m,).
         rows: The number of finite rows, 0-d.
-        output_covariance: With a null, the cotangents' covariance, mean diagonal 1, (m, m).
-        shuffled: With `null="shuffle"`, `cross` of re-paired rows, (draws, n, m).
+        width: n, the columns of X.
+        shuffled: With `null="shuffle"`, XᵀΔ of re-paired rows, (draws, n, m).
     """
 
-    covariance: Tensor
-    cross: Tensor
+    moments: Tensor
+    offset: Tensor
     rows: Tensor
-    output_covariance: Tensor | None = None
+    width: int
     shuffled: Tensor | None = None
 
 
 @lru_cache(maxsize=256)
 def _sketch_basis(width: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Fixed orthonormal columns (width, dim): the same for every process and every run."""
+    """Fixed matrix (columns, dim) that makes `_fold`, then it, a map with orthonormal columns.
+
+    Folding adds features up, which would favour what all of them share over every other direction.
+    So one column alone sees that, with the share dim/width that any direction has on average; the
+    others are drawn orthogonal to it. The same for every process and every run.
+    """
+    columns = min(width, 2 * dim)
+    members = torch.full((columns,), float(width // columns), dtype=torch.float64)
+    members[: width % columns] += 1
     generator = torch.Generator().manual_seed(_SKETCH_SEED + width)
-    gaussian = torch.randn(width, dim, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(gaussian).Q.to(device=device, dtype=dtype).contiguous()
+    gaussian = torch.randn(columns, dim, generator=generator, dtype=torch.float64)
+    common = (members / width).sqrt()
+    drawn = torch.linalg.qr(gaussian - torch.outer(common, common @ gaussian)).Q
+    share = dim / width
+    drawn[:, 0] = share**0.5 * common + (1 - share) ** 0.5 * drawn[:, 0]
+    return (drawn / members.sqrt()[:, None]).to(device=device, dtype=dtype).contiguous()
+
+
+def _fold(flat: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Add up every 2·dim-th feature, (rows, width) → (rows, min(width, 2·dim)).
+
+    One pass over the data; a dense product of full width costs several times that.
+    """
+    width = flat.shape[1]
+    columns = min(width, 2 * dim)
+    if width == columns:
+        return flat.to(dtype)
+    whole = width - width % columns
+    blocks = flat[:, :whole].unflatten(1, (-1, columns))
+    folded = blocks.sum(1, dtype=dtype)
+    if whole < width:
+        folded[:, : width - whole] += flat[:, whole:]
+    return folded
 
 
 @lru_cache(maxsize=64)
@@ -113,51 +141,63 @@ def sketch(values: Tensor, dim: int) -> Tensor:
     if width <= dim:
         return flat.to(dtype, copy=True)
     with torch.autocast(values.device.type, enabled=False):
-        return flat.to(dtype) @ _sketch_basis(width, dim, values.device, dtype)
+        return _fold(flat, dim, dtype) @ _sketch_basis(width, dim, values.device, dtype)
 
 
 @torch.no_grad()
 def sketched_statistics(x: Tensor, delta: Tensor, settings: ObserverSettings) -> Statistics:
-    """`statistics` of two sides that went through `sketch`: (rows, n) and (rows, m)."""
+    """`statistics` of two sides that went through `sketch`: (rows, n) and (rows, m).
+
+    Runs in every observed backward of every layer, where the count of operations is what costs:
+    everything that can wait until `ranks`, for all layers in one batch, waits.
+    """
     dtype = torch.promote_types(x.dtype, delta.dtype)
     if len(x) < _DOUBLE_ROWS * settings.dim and x.device.type != "mps":
         dtype = torch.float64
-    x, delta = x.to(dtype), delta.to(dtype)
+    width = x.shape[1]
     with torch.autocast(x.device.type, enabled=False):
-        # Sums carry every NaN and infinity of their row.
-        keep = torch.isfinite(x.sum(1) + delta.sum(1)).unsqueeze(1)
-        rows = keep.sum()
-        count = rows.clamp_min(1).to(dtype)
-        x, x_varies = _standardise(x, keep, count, settings.center)
-        delta, delta_varies = _standardise(delta, keep, count, settings.center)
-        related = (rows >= 2) & x_varies & delta_varies
-        covariance = torch.where(related, x.mT @ x / count, 0.0)
-        cross = torch.where(related, x.mT @ delta / count, 0.0)
-        output_covariance = shuffled = None
-        if settings.null != "none":
-            output_covariance = torch.where(related, delta.mT @ delta / count, 0.0)
+        both = torch.cat([x.to(dtype), delta.to(dtype)], dim=1)
+        keep = None
+        if _ordinary(both, width):
+            rows = torch.tensor(len(both))
+        else:
+            # Sums carry every NaN and infinity of their row.
+            keep = torch.isfinite(both.sum(1, keepdim=True))
+            rows = keep.sum()
+            both = both.nan_to_num_(0.0, 0.0, 0.0).mul_(keep)
+            _to_unit_range(both[:, :width])
+            _to_unit_range(both[:, width:])
+        offset = both.new_zeros(both.shape[1])
+        if settings.center:
+            offset = both.sum(0) / rows.clamp_min(1)
+            both = both.sub_(offset)
+            both = both if keep is None else both.mul_(keep)
+        shuffled = None
         if settings.null == "shuffle":
-            permuted = delta[_shuffles(len(delta), delta.device)]
-            shuffled = torch.where(related, x.mT @ permuted / count, 0.0)
-    return Statistics(covariance, cross, rows, output_covariance, shuffled)
+            permuted = both[:, width:][_shuffles(len(both), both.device)]
+            shuffled = both[:, :width].mT @ permuted
+        return Statistics(both.mT @ both, offset, rows, width, shuffled)
 
 
-def _standardise(
-    values: Tensor, keep: Tensor, count: Tensor, center: bool
-) -> tuple[Tensor, Tensor]:
-    """Drop rows, centre, and bring to RMS 1; also whether anything but rounding was left."""
-    values = torch.where(keep, values, 0.0)
-    # First by the largest entry: squares of a raw cotangent may over- or underflow.
-    largest = values.abs().amax() if values.numel() else values.new_zeros(())
-    values = values / torch.where(largest > 0, largest, 1.0)
-    offset = torch.zeros_like(values[:1])
-    if center:
-        offset = values.sum(0, keepdim=True) / count
-        values = torch.where(keep, values - offset, 0.0)
-    energy = values.square().sum() / (count * values.shape[1])
-    rounding = _CONSTANT_TOLERANCE * torch.finfo(values.dtype).eps
-    varies = energy > rounding**2 * offset.square().mean()
-    return values * torch.where(varies, energy, 1.0).rsqrt(), varies
+def _ordinary(both: Tensor, width: int) -> bool:
+    """Whether no row needs to be dropped and no side rescaled: free to know on a CPU, else False."""
+    if both.device.type != "cpu" or not both.numel():
+        return False
+    for side in (both[:, :width], both[:, width:]):
+        low, high = torch.aminmax(side)
+        if not 1e-15 < max(-float(low), float(high)) < 1e15:  # NaN is not, either.
+            return False
+    return True
+
+
+def _to_unit_range(values: Tensor) -> None:
+    """Scale in place by a power of two, which rounds nothing, so that squares stay in range."""
+    if not values.numel():
+        return
+    largest = values.abs().amax()
+    tiny = torch.finfo(values.dtype).tiny
+    exponent = torch.frexp(torch.where(largest > tiny, largest, 1.0)).exponent
+    values.mul_(torch.ldexp(torch.ones_like(largest), -exponent))
 
 
 def statistics(activations: Tensor, cotangents: Tensor, settings: ObserverSettings) -> Statistics:
@@ -205,28 +245,59 @@ def ranks(
     settings = settings or ObserverSettings()
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, item in enumerate(observations):
-        kept = (item.output_covariance is None, item.shuffled is None)
-        groups.setdefault((item.cross.shape, kept, item.cross.device), []).append(index)
+        key = (item.moments.shape, item.width, item.moments.dtype, item.moments.device)
+        groups.setdefault((*key, item.shuffled is None), []).append(index)
     result: list[Tensor] = [torch.empty(())] * len(observations)
     for members in groups.values():
         batch = [observations[index] for index in members]
-        device = batch[0].cross.device
+        device = batch[0].moments.device
         where = torch.device("cpu") if device.type == "mps" else device
-        covariance = _stacked(batch, "covariance").to(where).double()
-        cross = _stacked(batch, "cross").to(where).double()
-        if settings.null == "none" or batch[0].output_covariance is None:
-            value = _operator_rank(_regress(covariance, cross, settings.ridge))
-        else:
-            output_covariance = _stacked(batch, "output_covariance").to(where).double()
-            shuffled = None
-            if batch[0].shuffled is not None:
-                shuffled = _stacked(batch, "shuffled").to(where).double()
-            value = _calibrated(covariance, cross, output_covariance, shuffled, settings.ridge)
+        value = _batch_ranks([_moved(item, where) for item in batch], settings)
         if where != device:
             value = value.float().to(device)
         for position, index in enumerate(members):
             result[index] = value[position]
     return result
+
+
+def _moved(item: Statistics, where: torch.device) -> Statistics:
+    if item.moments.device == where == item.rows.device:
+        return item
+    shuffled = None if item.shuffled is None else item.shuffled.to(where)
+    return Statistics(
+        item.moments.to(where), item.offset.to(where), item.rows.to(where), item.width, shuffled
+    )
+
+
+def _batch_ranks(batch: list[Statistics], settings: ObserverSettings) -> Tensor:
+    """`ranks` of statistics of one size on one device; (batch,), float64."""
+    n = batch[0].width
+    rounding = _CONSTANT_TOLERANCE * torch.finfo(batch[0].moments.dtype).eps
+    rows = torch.stack([item.rows for item in batch])
+    count = rows.clamp_min(1)[:, None, None]
+    moments = torch.stack([item.moments for item in batch]).double() / count
+    offset = torch.stack([item.offset for item in batch]).double()
+    energy = moments.diagonal(dim1=-2, dim2=-1)
+    related = rows >= 2
+    scales = []
+    for side in (slice(0, n), slice(n, None)):
+        mean_energy = energy[:, side].mean(1)
+        # Beside a constant, what centring leaves is rounding noise and carries no relation.
+        varies = mean_energy > rounding**2 * offset[:, side].square().mean(1)
+        related &= varies
+        scales.append(torch.where(varies, mean_energy, 1.0).rsqrt()[:, None, None])
+    gate = related[:, None, None]
+    covariance = torch.where(gate, moments[:, :n, :n] * scales[0].square(), 0.0)
+    cross = torch.where(gate, moments[:, :n, n:] * (scales[0] * scales[1]), 0.0)
+    if settings.null == "none":
+        return _operator_rank(_regress(covariance, cross, settings.ridge))
+    output_covariance = torch.where(gate, moments[:, n:, n:] * scales[1].square(), 0.0)
+    shuffled = None
+    if batch[0].shuffled is not None:
+        stacked = torch.stack([item.shuffled for item in batch if item.shuffled is not None])
+        scale = (gate * scales[0] * scales[1] / count)[:, None]
+        shuffled = stacked.double() * scale
+    return _calibrated(covariance, cross, output_covariance, shuffled, settings.ridge)
 
 
 def _regress(covariance: Tensor, cross: Tensor, ridge: float) -> Tensor:
@@ -262,10 +333,6 @@ def _eigenvalues(gram: Tensor) -> Tensor:
         if gram.ndim == 2:
             return torch.zeros_like(gram[0])  # Reads as rank 1: nothing measured.
         return torch.stack([_eigenvalues(matrix) for matrix in gram])
-
-
-def _stacked(batch: list[Statistics], field: str) -> Tensor:
-    return torch.stack([getattr(item, field) for item in batch])
 
 
 def _calibrated(

@@ -34,7 +34,9 @@ def matrix_parameter(module: nn.Module) -> Tensor | None:
     if isinstance(weight, Tensor):
         return weight if weight.ndim >= 2 else None
     matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
-    return matrices[0] if len(matrices) == 1 else None
+    # With layers inside, a matrix of its own is only part of what the module does.
+    alone = len(matrices) == 1 and next(module.children(), None) is None
+    return matrices[0] if alone else None
 
 
 def unobservable(module: nn.Module) -> str | None:

@@ -102,12 +102,16 @@ class _EagerTap(torch.autograd.Function):
 
 # Defined without an autograd or version-counting kernel of its own: the token is "written" only so
 # that no compiler drops or merges calls, and the same token is saved by every call of its layer.
+# It runs Python, which a replayed CUDA graph would skip.
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 torch.library.define(
-    "rpt::observe", "(Tensor activations, Tensor cotangents, Tensor(a!) token) -> ()"
+    "rpt::observe",
+    "(Tensor activations, Tensor cotangents, Tensor(a!) token) -> ()",
+    tags=() if _UNSAFE is None else (_UNSAFE,),
 )
 
 
-@torch.library.impl("rpt::observe", "CompositeExplicitAutograd")
+@torch.library.impl("rpt::observe", "default")
 def _observe(activations: Tensor, cotangents: Tensor, token: Tensor) -> None:
     site = _registry.get(int(token))  # The token lives on the CPU: no device wait.
     if site is None or not site.active:

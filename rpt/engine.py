@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .gain import next_gain
 from .options import group_rule
-from .ownership import Ownership
+from .ownership import Outcome, Ownership
 from .stack import Stack
 from .update import (
     Members,
@@ -24,7 +24,18 @@ from .update import (
     update_polar_weight,
 )
 
-__all__ = ["StackWork", "advance", "deliver", "group_gain", "sort_into_stacks"]
+__all__ = [
+    "StackWork",
+    "advance",
+    "deliver",
+    "group_gain",
+    "sort_into_stacks",
+    "step_size",
+]
+
+
+# How many times the largest gradient entry that its roots have seen makes a gradient too large for them.
+_OUTGROWN = 4.0
 
 
 @dataclass
@@ -63,16 +74,14 @@ def sort_into_stacks(
     peaks: Sequence[float],
     groups: Sequence[dict[str, Any]],
     home: Any,
-    ownership: Ownership,
 ) -> list[StackWork]:
     """Sort gradients into the stacks that `home(parameter)` names.
 
     Args:
-        live: (group index, parameter, gradient).
+        live: (group index, parameter, whole gradient).
         peaks: largest absolute entry of each gradient.
         groups: the optimizer's parameter groups.
         home: gives the stack of a parameter and its position there.
-        ownership: hands over the whole gradient.
     """
     rules: dict[int, Rule] = {}
     plan: dict[int, StackWork] = {}
@@ -84,7 +93,7 @@ def sort_into_stacks(
             plan[id(stack)] = StackWork(stack, [], [], [], groups[g], rules[g])
         plan[id(stack)].members.append(position)
         plan[id(stack)].peaks.append(peak)
-        plan[id(stack)].gradients.append(ownership.whole_gradient(parameter, gradient))
+        plan[id(stack)].gradients.append(gradient)
     return list(plan.values())
 
 
@@ -124,7 +133,10 @@ def _start(
     stack, group = item.stack, item.group
     item.working, item.index = stack.select(item.members)
     records = [state[p] for p in item.parameters]
+    memory = math.sqrt(item.rule.beta2)
     for record, peak in zip(records, item.peaks, strict=True):
+        # Forgotten as fast as the covariance forgets.
+        record["peak"] = max(peak, memory * record["peak"])
         unit = next_unit(record["unit"], peak)
         record["unit"] = float(unit > 0) if stack.dtype == torch.float64 else unit
     divisors = [
@@ -138,12 +150,17 @@ def _start(
         _observe(item, records, [ranks.get(p, global_rank) for p in item.parameters])
     members = Members(
         steps=[r["step"] + 1 for r in records],
+        metric_steps=[r["step"] + 1 - r.get("metric_start", 0) for r in records],
         root_ages=[
             r["step"] + 1 - r["last_root_step"] if r.get("last_root_step") else None
             for r in records
         ],
         units=[r["unit"] for r in records],
-        positions=item.members,
+        positions=[stack.ordinals[i] for i in item.members],
+        shapes=stack.shapes
+        if item.index is None or stack.shapes is None
+        else stack.shapes[item.index],
+        outgrown=[r["peak"] > _OUTGROWN * r.get("root_peak", math.inf) for r in records],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]
@@ -168,18 +185,26 @@ def _observe(
         record["observations"] += value is not None
 
 
+def step_size(
+    group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """(1 - lr·g·weight_decay, lr·g): numbers, or 0-d tensors where the rate or the gain is one."""
+    rate = group["lr"]
+    if group["gain_rate"]:
+        rate = rate * group["gain"]
+    if isinstance(rate, Tensor):
+        rate = rate.reshape(()).to(device=device, dtype=dtype, non_blocking=True)
+    return 1.0 - rate * group["weight_decay"], rate
+
+
 def deliver(item: StackWork, state: Mapping[Tensor, dict[str, Any]], ownership: Ownership) -> None:
     """Write a finished stack's update to the parameters and its counters to their state."""
     stack, step, group = item.stack, item.step, item.group
     assert step is not None
-    lr = group["lr"]
-    if group["gain_rate"]:
-        lr = lr * group["gain"]
-    if isinstance(lr, Tensor):
-        lr = lr.reshape(()).to(device=stack.device, dtype=stack.dtype, non_blocking=True)
+    decay, rate = step_size(group, stack.device, stack.dtype)
     stack.write_back(item.working, item.index)
     updates = [stack.unpack(row, i) for i, row in zip(item.members, step.update, strict=True)]
-    ownership.deliver(item.parameters, updates, 1.0 - lr * group["weight_decay"], lr)
+    ownership.deliver(item.parameters, updates, decay, rate, step)
     refreshed = set(step.refreshed)
     for k, parameter in enumerate(item.parameters):
         record = state[parameter]
@@ -187,17 +212,18 @@ def deliver(item: StackWork, state: Mapping[Tensor, dict[str, Any]], ownership: 
         # Roots of a metric that has seen only zero gradients are none: the next step makes them.
         if k in refreshed and record["unit"]:
             record["last_root_step"] = record["step"]
+            record["root_peak"] = record["peak"]
             record["root_refreshes"] += 1
     item.gradients, item.working = [], {}
 
 
-def group_gain(group: Mapping[str, Any], steps: Sequence[Step]) -> Tensor:
+def group_gain(group: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Tensor:
     """The group's gain after a step: it moves with the mean coherence of what could be compared."""
     gain: Tensor = group["gain"]
-    if not steps:
+    if not outcomes:
         return gain
-    compared = torch.cat([s.compared.to(gain) for s in steps])
-    coherence = torch.cat([s.coherence.to(gain) for s in steps])
+    compared = torch.cat([o.compared.to(gain) for o in outcomes])
+    coherence = torch.cat([o.coherence.to(gain) for o in outcomes])
     count = compared.sum()
     moved = next_gain(
         gain,

@@ -59,6 +59,7 @@ class ObservingOptimizer(Optimizer):
             observe_every=observe_every,
             sites=sites,
         )
+        self._restore_observation_ages()
         return [name for name, *_ in self._attachment.sites]
 
     @contextmanager
@@ -112,6 +113,20 @@ class ObservingOptimizer(Optimizer):
         """Reset gradients, and drop observations of the backward passes they came from."""
         self.clear_observations()
         super().zero_grad(set_to_none)
+
+    def _note_observation_ages(self) -> None:
+        """Write the observers' cadence into the state, so that a resumed run measures when this would."""
+        if self._attachment is not None:
+            for parameter, age in self._attachment.ages().items():
+                if "step" in self.state.get(parameter, {}):
+                    self.state[parameter]["observation_age"] = age
+
+    def _restore_observation_ages(self) -> None:
+        if self._attachment is not None:
+            ages = {
+                p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")
+            }
+            self._attachment.restore_ages(ages)
 
     def _all_parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,9 +12,6 @@ from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import ObservationStage
 
 from .checkpoint import check_loadable, restore_dtypes
-from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
-from .manifold import manifold_of, step_on_manifold
-from .observing import ObservingOptimizer
 from .options import (
     IMPLEMENTATION_KEYWORDS,
     OPTIONS,
@@ -25,10 +19,11 @@ from .options import (
     complete_group,
     validate_options,
 )
-from .ownership import Ownership, SingleProcess
+from .ownership import MODES, Ownership
 from .presets import preset_options
 from .registry import StackRegistry
 from .roots import RootBackend, resolve_roots
+from .stepping import SteppingOptimizer
 from .telemetry import Telemetry, gather_telemetry
 
 __all__ = ["ResidualPolarTransport"]
@@ -44,7 +39,7 @@ class _FromPreset:
 PRESET: Any = _FromPreset()
 
 
-class ResidualPolarTransport(ObservingOptimizer):
+class ResidualPolarTransport(SteppingOptimizer):
     """Residual Polar Transport: a two-sided matrix metric, transported momentum, a polar share.
 
     Replaces `torch.optim.AdamW` at the same learning rate. With the default preset nothing else needs
@@ -85,6 +80,9 @@ class ResidualPolarTransport(ObservingOptimizer):
         observer_center: whether activations and cotangents are centred over samples.
         observer_null: null model of a calibrated rank, "none" (the published statistic), "shuffle" or
             "analytic".
+        ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
+            to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
+            is "owner" wherever ranks hold the same parameters or shards of them.
         **adamw: `foreach`, `fused`, `capturable`, `differentiable`, `amsgrad` are taken as AdamW takes
             them and have no effect, or are refused with the remedy.
 
@@ -124,6 +122,7 @@ class ResidualPolarTransport(ObservingOptimizer):
         observer_ridge: float = 1e-7,
         observer_center: bool = True,
         observer_null: str = "none",
+        ownership: str | Ownership = "auto",
         **adamw: Any,
     ) -> None:
         given = {
@@ -139,15 +138,26 @@ class ResidualPolarTransport(ObservingOptimizer):
         self.observer_settings = ObserverSettings(
             dim=observer_dim, ridge=observer_ridge, center=observer_center, null=observer_null
         )
+        if isinstance(ownership, str) and ownership not in MODES:
+            raise ValueError(
+                f"ownership={ownership!r} is unknown: choose one of {', '.join(map(repr, MODES))}"
+            )
+        self._mode = ownership
         self._begin()
         super().__init__(params, defaults)
 
     def _begin(self) -> None:
         """Set up what is never serialised."""
+        # Whoever compiles step() gets it as it is: its host decisions would be traced anew each time.
+        # Done here because importing torch.compiler's machinery takes seconds that `import rpt` saves.
+        update = ResidualPolarTransport._update
+        if not hasattr(update, "_torchdynamo_disable"):
+            ResidualPolarTransport._update = torch.compiler.disable(update)  # type: ignore[method-assign]
         self._registry = StackRegistry()
         self._stage = ObservationStage(self.observer_settings)
         self._attachment = None
-        self._ownership: Ownership = SingleProcess()
+        self._ownership: Ownership | None = None
+        self._grown = False
         self._warned: set[str] = set()
         self._validated: dict[int, tuple[Any, ...]] = {}
 
@@ -168,6 +178,7 @@ class ResidualPolarTransport(ObservingOptimizer):
             param_group["roots"] = self._name_roots(param_group["roots"])
             param_group.setdefault("gain", torch.ones((), dtype=torch.float64))
         super().add_param_group(param_group)
+        self._grown = True
 
     def _validate(self, group: dict[str, Any], where: str) -> None:
         roots = group["roots"]
@@ -208,18 +219,9 @@ class ResidualPolarTransport(ObservingOptimizer):
             return resolve_roots(name)
         except ValueError as error:
             raise ValueError(
-                f"{error}. If a checkpoint brought it, build the optimizer with the same "
-                "roots=instance before loading"
+                f"{error}. If it is a backend of your own, build the optimizer with that instance as "
+                "roots= before loading"
             ) from error
-
-    def parameter_name(self, group_index: int, index: int) -> str:
-        """How messages call a parameter: by its name where one was given, else by group and shape."""
-        group = self.param_groups[group_index]
-        shape = tuple(group["params"][index].shape)
-        names = group.get("param_names")
-        if names:
-            return f"{names[index]} {shape}"
-        return f"parameter {index} of group {group_index} {shape}"
 
     # -- the step -----------------------------------------------------------------------------------
 
@@ -242,150 +244,8 @@ class ResidualPolarTransport(ObservingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_edited_groups()
-        live, peaks = self._finite(self._live_gradients())
-        curved = [entry for entry in live if manifold_of(entry[1]) is not None]
-        if curved:
-            flat = [manifold_of(p) is None for _, p, _ in live]
-            live, peaks = list(compress(live, flat)), list(compress(peaks, flat))
-        self._registry.ensure(
-            [(g, p) for g, p, _ in live], self.param_groups, self.state, self._backend
-        )
-        observed = self._stage.commit()
-        work = sort_into_stacks(
-            live, peaks, self.param_groups, self._registry.home, self._ownership
-        )
-        # A host read costs nothing on a CPU: there each stack is finished before the next one starts,
-        # and its intermediates are freed. On a device all stacks share one synchronisation.
-        on_cpu = all(w.stack.device.type == "cpu" for w in work)
-        done: list[StackWork] = []
-        for batch in [[w] for w in work] if on_cpu else [work]:
-            try:
-                advance(batch, self.state, observed.ranks, observed.global_rank)
-                for item in batch:
-                    deliver(item, self.state, self._ownership)
-                    done.append(item)
-            except Exception as error:
-                raise self._interrupted(error, batch, done) from error
-        for g, parameter, gradient in curved:
-            step_on_manifold(parameter, gradient, self.state[parameter], self.param_groups[g])
-        self._warn_of_failed_roots(done)
-        for group in self.param_groups:
-            if group["gain_rate"]:
-                steps = [item.step for item in work if item.group is group and item.step]
-                group["gain"] = group_gain(group, steps)
-        if self._attachment is not None:
-            self._attachment.after_step(
-                {
-                    p: q
-                    for item in work
-                    if item.step is not None
-                    for p, q in zip(item.parameters, item.step.coherence, strict=True)
-                }
-            )
+        self._update()
         return loss
-
-    def _live_gradients(self) -> list[tuple[int, Tensor, Tensor]]:
-        """(group index, parameter, gradient) of all that take part; refuses before any change."""
-        live = []
-        for g, group in enumerate(self.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                gradient = parameter.grad
-                if gradient is None or parameter.numel() == 0:
-                    continue
-                if gradient.is_sparse or gradient.layout != torch.strided:
-                    raise RuntimeError(
-                        f"{self.parameter_name(g, i)} has a sparse gradient, which RPT cannot use: "
-                        "build its layer with sparse=False, or give it to torch.optim.SparseAdam"
-                    )
-                if parameter.is_complex():
-                    raise RuntimeError(
-                        f"{self.parameter_name(g, i)} is complex, which RPT cannot update: "
-                        "store torch.view_as_real of it as the parameter"
-                    )
-                live.append((g, parameter, gradient))
-        return live
-
-    def _finite(
-        self, live: list[tuple[int, Tensor, Tensor]]
-    ) -> tuple[list[tuple[int, Tensor, Tensor]], list[float]]:
-        """Leave out parameters whose gradient is not finite, or raise, as their group says.
-
-        Returns:
-            what stays, and the largest absolute entry of each gradient.
-        """
-        if not live:
-            return live, []
-        norms = torch._foreach_norm([g for _, _, g in live], float("inf"))
-        # One host synchronisation: which parameters take part is the host's decision.
-        wide = any(norm.dtype == torch.float64 for norm in norms)
-        dtype = torch.float64 if wide else torch.float32
-        peaks = torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).tolist()
-        finite = [math.isfinite(peak) for peak in peaks]
-        if all(finite):
-            return live, peaks
-        bad = [entry for entry, ok in zip(live, finite, strict=True) if not ok]
-        names = {id(p): self.parameter_name(g, i) for g, i, p in self._enumerate()}
-        listed = ", ".join(names[id(p)] for _, p, _ in bad[:3]) + (", …" if len(bad) > 3 else "")
-        strict = [p for g, p, _ in bad if self.param_groups[g]["nonfinite"] == "raise"]
-        if strict:
-            raise RuntimeError(
-                f"non-finite gradient in {listed}; nothing was updated. Lower the learning rate, clip "
-                'gradients, use a GradScaler with float16, or pass nonfinite="skip"'
-            )
-        for _, parameter, _ in bad:
-            record = self.state[parameter]
-            record["skipped"] = record.get("skipped", 0) + 1
-        self._warn_once(
-            "nonfinite",
-            f"skipped non-finite gradients in {listed}; telemetry() counts them from here on",
-        )
-        return (
-            [entry for entry, ok in zip(live, finite, strict=True) if ok],
-            [peak for peak in peaks if math.isfinite(peak)],
-        )
-
-    def _warn_of_failed_roots(self, done: list[StackWork]) -> None:
-        tried = [item for item in done if item.step is not None and item.step.failed is not None]
-        if "roots" in self._warned or not tried:
-            return
-        # Decompositions wait for the device anyway: whether one failed is known on the host by now.
-        failed = [
-            item.parameters[k]
-            for item in tried
-            if item.step is not None and item.step.failed is not None
-            for k, bad in zip(item.step.refreshed, item.step.failed.tolist(), strict=True)
-            if bad
-        ]
-        if failed:
-            names = {id(p): self.parameter_name(g, i) for g, i, p in self._enumerate()}
-            self._warn_once(
-                "roots",
-                f"no root could be computed for {names[id(failed[0])]}, also in float64: it keeps "
-                "its previous root; telemetry() counts such failures from here on",
-            )
-
-    def _interrupted(
-        self, error: Exception, batch: list[StackWork], done: list[StackWork]
-    ) -> Exception:
-        names = {id(p): self.parameter_name(g, i) for g, i, p in self._enumerate()}
-
-        def listed(work: list[StackWork]) -> str:
-            found = [names[id(p)] for item in work for p in item.parameters]
-            return ", ".join(found) or "none"
-
-        finished = [id(item) for item in done]
-        broken = [item for item in batch if id(item) not in finished]
-        return RuntimeError(
-            f"step() failed in the stack of {listed(broken)}: {type(error).__name__}: {error}. "
-            f"Already updated: {listed(done)}. Of the failed stack no weight was changed, but its "
-            "moments may already hold this gradient; every other parameter and its state are as before"
-        )
-
-    def _enumerate(self) -> Iterator[tuple[int, int, Tensor]]:
-        for g, group in enumerate(self.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                yield g, i, parameter
 
     # -- telemetry ----------------------------------------------------------------------------------
 
@@ -396,10 +256,12 @@ class ResidualPolarTransport(ObservingOptimizer):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        self._note_observation_ages()
         state = super().__getstate__()
         return state | {
             "_custom_roots": self._custom_roots,
             "observer_settings": self.observer_settings,
+            "_mode": self._mode if isinstance(self._mode, str) else "auto",
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -408,6 +270,22 @@ class ResidualPolarTransport(ObservingOptimizer):
             self._begin()
         self._registry.forget()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on: plain numbers, text and tensors.
+
+        Where ranks share the work this is a collective: call it on every rank, also if only one of
+        them writes the file.
+        """
+        self._note_observation_ages()
+        if not self.state:
+            return super().state_dict()
+        own = self.state
+        try:
+            self.state = self._ranks().whole_state(own)  # type: ignore[assignment]
+            return super().state_dict()
+        finally:
+            self.state = own
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` gave, keeping every tensor's own dtype.
 
@@ -415,6 +293,8 @@ class ResidualPolarTransport(ObservingOptimizer):
             ValueError: groups, parameter shapes or root backends that do not match.
         """
         check_loadable(self, state_dict)
+        for group in state_dict["param_groups"]:
+            self._backend(group.get("roots", "auto"))
         seen: dict[str, Any] = {}
         # Registered last, so that it sees what the user's own hooks made of the state.
         handle = self.register_load_state_dict_pre_hook(lambda _, final: seen.update(final))
@@ -425,8 +305,6 @@ class ResidualPolarTransport(ObservingOptimizer):
         restore_dtypes(self, seen)
         for group in self.param_groups:
             complete_group(group, self.defaults)
-
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, stacklevel=3)
+        if self.state:
+            self._ranks().adopt_state(self.state)
+        self._restore_observation_ages()

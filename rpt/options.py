@@ -130,7 +130,10 @@ def validate_options(options: Mapping[str, Any], where: str) -> None:
     if options["nonfinite"] not in ("skip", "raise"):
         raise ValueError(f"{where}: nonfinite={options['nonfinite']!r} must be 'skip' or 'raise'")
     if not isinstance(options["roots"], RootBackend):
-        resolve_roots(options["roots"])
+        try:
+            resolve_roots(options["roots"])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from error
 
 
 def group_rule(group: Mapping[str, Any]) -> Rule:

@@ -6,24 +6,85 @@ nothing but hand tensors through.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["Ownership", "SingleProcess"]
+if TYPE_CHECKING:
+    from rpt.observers.staging import Committed
+
+    from .update import Step
+
+__all__ = [
+    "MODES",
+    "Agreement",
+    "Live",
+    "Outcome",
+    "Ownership",
+    "SingleProcess",
+    "apply_updates",
+    "choose_ownership",
+    "is_sharded",
+    "largest_entries",
+]
+
+# (group index, parameter, gradient)
+Live = tuple[int, Tensor, Tensor]
+
+MODES = ("auto", "owner", "replicated", "local")
 
 
+class Agreement(NamedTuple):
+    """What all ranks agree to do in this step.
+
+    Attributes:
+        live: parameters that take part.
+        peaks: largest absolute entry of each one's whole gradient; not finite where it is not.
+        observed: the observations of all ranks.
+    """
+
+    live: list[Live]
+    peaks: list[float]
+    observed: Committed
+
+
+class Outcome(NamedTuple):
+    """Parameters of one group after their step.
+
+    Attributes:
+        group: index of the parameter group.
+        parameters: those that took part.
+        coherence: their q, (k,).
+        compared: where q compares two frames, bool (k,).
+    """
+
+    group: int
+    parameters: Sequence[Tensor]
+    coherence: Tensor
+    compared: Tensor
+
+
+@runtime_checkable
 class Ownership(Protocol):
-    """What the optimizer asks about parameters and ranks."""
+    """What the optimizer asks about parameters and ranks, in the order in which it asks."""
 
-    def owned(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Those whose state lives here and whose update is computed here."""
+    def agree(self, live: Sequence[Live], observed: Committed) -> Agreement:
+        """Begin a step: from this rank's gradients and observations."""
         ...
 
-    def whole_gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of the whole parameter, a plain tensor of its global shape."""
+    def refuse(self, error: Exception) -> None:
+        """Instead of `agree`: this rank cannot take the step; let the others know."""
+        ...
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether its state lives here and its update is computed here."""
+        ...
+
+    def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
+        """What to compute here, part by part, with gradients of whole parameters, plain tensors."""
         ...
 
     def deliver(
@@ -32,19 +93,44 @@ class Ownership(Protocol):
         updates: Sequence[Tensor],
         decay: float | Tensor,
         rate: float | Tensor,
+        step: Step,
     ) -> None:
         """W <- decay · W - rate · u for every parameter, on every rank that holds a part of it."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """A part could not be computed: leave no other rank waiting."""
+        ...
+
+    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        """End the step; returns the outcomes of all ranks' parameters."""
+        ...
+
+    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
+        """The state of all parameters, for a checkpoint."""
+        ...
+
+    def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
+        """After loading: keep in `state` what belongs here."""
         ...
 
 
 class SingleProcess:
     """Everything is here."""
 
-    def owned(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return list(parameters)
+    def agree(self, live: Sequence[Live], observed: Committed) -> Agreement:
+        peaks = largest_entries([gradient for *_, gradient in live])
+        # One host synchronisation: which parameters take part is the host's decision.
+        return Agreement(list(live), peaks.tolist(), observed)
 
-    def whole_gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        return gradient
+    def refuse(self, error: Exception) -> None:
+        pass
+
+    def owns(self, parameter: Tensor) -> bool:
+        return True
+
+    def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
+        yield list(live)
 
     def deliver(
         self,
@@ -52,8 +138,62 @@ class SingleProcess:
         updates: Sequence[Tensor],
         decay: float | Tensor,
         rate: float | Tensor,
+        step: Step,
     ) -> None:
         apply_updates(parameters, updates, decay, rate)
+
+    def fail(self, error: Exception) -> None:
+        pass
+
+    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        return outcomes
+
+    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
+        return state
+
+    def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
+        pass
+
+
+def choose_ownership(
+    mode: str | Ownership, optimizer: Optimizer, previous: Ownership | None = None
+) -> Ownership:
+    """The object for a mode of `MODES`; `rpt.distributed` says what each does on several ranks.
+
+    Args:
+        mode: the optimizer's `ownership` option.
+        optimizer: whose parameters are shared; its groups and state are read anew in every step.
+        previous: what was chosen before parameters were added: they keep their owners.
+    """
+    if not isinstance(mode, str):
+        return mode
+    sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+    several = (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+    if not sharded and (mode == "local" or not several):
+        return SingleProcess()
+    # Imported here so that a single process never loads it.
+    from .distributed import distribute
+
+    return distribute(mode, optimizer, previous)
+
+
+def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
+    """Largest absolute entry of each gradient, (k,), float64 if any is; NaN or inf stay what they are."""
+    if not gradients:
+        return torch.zeros(0)
+    norms = torch._foreach_norm(list(gradients), float("inf"))
+    wide = any(norm.dtype == torch.float64 for norm in norms)
+    dtype = torch.float64 if wide else torch.float32
+    return torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor; asked by attribute, so that DTensor need not be imported."""
+    return hasattr(parameter, "device_mesh") and hasattr(parameter, "full_tensor")
 
 
 def apply_updates(
@@ -63,6 +203,8 @@ def apply_updates(
     rate: float | Tensor,
 ) -> None:
     """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
+    if not parameters:
+        return
     if isinstance(rate, Tensor):
         updates = torch._foreach_mul(list(updates), rate)
         rate = 1.0

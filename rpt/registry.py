@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .roots import RootBackend
-from .stack import Stack, compute_dtype, matrix_shape, vector_length_class
+from .stack import Stack, compute_dtype, matrix_shape, padded_shape, vector_length_class
 
 __all__ = ["StackRegistry"]
 
@@ -50,7 +50,7 @@ class StackRegistry:
         """
         live = list(live)
         settled = all(
-            self._keys.get(id(p)) == _stack_key(g, groups[g], p)
+            self._keys.get(id(p)) == _stack_key(g, groups[g], p, backend)
             and state.get(p) is self._records.get(id(p))
             for g, p in live
         )
@@ -58,9 +58,14 @@ class StackRegistry:
             return
         taking_part = {id(p) for _, p in live}
         shelves: dict[tuple[Any, ...], list[Tensor]] = {}
+        ordinals: dict[tuple[Any, ...], list[int]] = {}
+        seen: dict[tuple[Any, ...], int] = {}
         for g, parameter in _members(groups):
+            key = _stack_key(g, groups[g], parameter, backend)
             if id(parameter) in taking_part or "momentum" in state.get(parameter, {}):
-                shelves.setdefault(_stack_key(g, groups[g], parameter), []).append(parameter)
+                shelves.setdefault(key, []).append(parameter)
+                ordinals.setdefault(key, []).append(seen.get(key, 0))
+            seen[key] = seen.get(key, 0) + 1
         self.forget()
         for key, parameters in shelves.items():
             group = groups[key[0]]
@@ -74,6 +79,7 @@ class StackRegistry:
                 dtype=key[1],
                 device=key[2],
                 polar_prior=group["polar_prior"],
+                ordinals=ordinals[key],
             )
             for i, parameter in enumerate(parameters):
                 record = state[parameter]
@@ -86,14 +92,21 @@ class StackRegistry:
 def _members(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
     for g, group in enumerate(groups):
         for parameter in group["params"]:
-            yield g, parameter
+            if parameter.numel():  # an empty one has nothing to keep
+                yield g, parameter
 
 
-def _stack_key(index: int, group: Mapping[str, Any], parameter: Tensor) -> tuple[Any, ...]:
+def _stack_key(
+    index: int,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    backend: Callable[[str], RootBackend],
+) -> tuple[Any, ...]:
     """What the members of one stack have in common."""
-    shape = matrix_shape(parameter)
-    common = (index, compute_dtype(parameter), parameter.device)
+    shape, dtype = matrix_shape(parameter), compute_dtype(parameter)
+    common = (index, dtype, parameter.device)
     if shape is None:
         return (*common, vector_length_class(parameter.numel()))
     drifts = group["root_drift_threshold"] is not None
-    return (*common, min(shape), max(shape), group["roots"], drifts)
+    wide = padded_shape(*shape, backend(group["roots"]), dtype)
+    return (*common, *wide, group["roots"], drifts)

@@ -1,7 +1,9 @@
 """Same-shaped parameters as one stack: permanent batched state, with a view of it per parameter.
 
 A matrix is stored wide (a tall one transposed), flattened to a row of (b, rows·cols). Vectors of
-similar length share a stack too, padded with zeros, which no inner product sees.
+similar length share a stack, and small matrices of different shapes do, padded with zeros: no inner
+product, Gram matrix or polar factor sees them, and a network of many tiny tensors takes a few batched
+operations instead of a few per shape.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from torch import Tensor
 
 from .roots import RootBackend
 
-__all__ = ["METRIC", "Stack", "compute_dtype", "matrix_shape", "vector_length_class"]
+__all__ = [
+    "MEASURED",
+    "METRIC",
+    "Stack",
+    "compute_dtype",
+    "matrix_shape",
+    "padded_shape",
+    "vector_length_class",
+]
 
 # Prefix of the root backend's entries among a parameter's state.
 METRIC = "metric."
@@ -32,7 +42,7 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int] | None:
     """(shape[0], numel/shape[0]) for two or more dimensions, None for vectors and scalars."""
     if parameter.ndim < 2:
         return None
-    return parameter.shape[0], parameter.numel() // parameter.shape[0]
+    return parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
 
 
 def vector_length_class(length: int) -> int:
@@ -40,15 +50,33 @@ def vector_length_class(length: int) -> int:
     return max(64, 1 << (length - 1).bit_length())
 
 
+# Matrices with no side longer than this may share a stack with others.
+SMALL_SIDE = 64
+
+
+def padded_shape(rows: int, cols: int, backend: RootBackend, dtype: torch.dtype) -> tuple[int, int]:
+    """The wide shape of the stack a matrix lives in: its own, or a small one shared with others.
+
+    float64 is left alone: it is there for exactness, not for speed.
+    """
+    rows, cols = min(rows, cols), max(rows, cols)
+    if cols > SMALL_SIDE or dtype == torch.float64:
+        return rows, cols
+    shared = next(size for size in (16, 32, SMALL_SIDE) if rows <= size)
+    return (shared, SMALL_SIDE) if backend.pads(shared, SMALL_SIDE) else (rows, cols)
+
+
 class Stack:
     """State of `b` parameters of one wide shape, in tensors whose first dimension is the stack.
 
     Args:
-        parameters: the members; all of one `matrix_shape` up to transposition, or all vectors.
+        parameters: the members: matrices of one `padded_shape`, or vectors.
         backend: the metric of a stack of matrices; None makes a stack of vectors.
         dtype: the working dtype.
         device: where the state lives.
         polar_prior: the polar weight of matrices that no observation has reached.
+        ordinals: running number of each among all parameters like it, those of other ranks included:
+            refreshes by age are spread by it, on every number of ranks alike.
     """
 
     def __init__(
@@ -59,8 +87,10 @@ class Stack:
         dtype: torch.dtype,
         device: torch.device,
         polar_prior: float,
+        ordinals: Sequence[int],
     ) -> None:
         self.parameters = list(parameters)
+        self.ordinals = list(ordinals)
         self.backend = backend
         self.dtype, self.device = dtype, device
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
@@ -68,14 +98,17 @@ class Stack:
         if backend is None:
             self.rows = 1
             self.cols = max(vector_length_class(p.numel()) for p in self.parameters)
-            self.tall = [False] * batch
+            self.tall, self.wide, self.padded = [False] * batch, [], False
         else:
             shapes = [matrix_shape(p) or (1, 1) for p in self.parameters]
-            self.rows, self.cols = min(shapes[0]), max(shapes[0])
+            self.rows, self.cols = padded_shape(*shapes[0], backend, dtype)
             self.tall = [rows > cols for rows, cols in shapes]
+            self.wide = [(min(shape), max(shape)) for shape in shapes]
+            self.padded = any(shape != (self.rows, self.cols) for shape in self.wide)
         self.sizes = torch.tensor(
             [[float(p.numel())] for p in self.parameters], dtype=dtype, device=device
         )
+        self.shapes = torch.tensor(self.wide, dtype=dtype, device=device) if self.padded else None
         like = torch.empty(0, dtype=dtype, device=device)
         width = self.rows * self.cols
         self.tensors: dict[str, Tensor] = {
@@ -102,6 +135,8 @@ class Stack:
         if key in _MEASURED:
             return self.tensors[MEASURED][index, _MEASURED.index(key)]
         value = self.tensors[key][index]
+        if self.padded and self.backend is not None and key.startswith(METRIC):
+            return self.backend.crop(key[len(METRIC) :], value, *self.wide[index])
         if key not in ("momentum", "frame"):
             return value
         return self.unpack(value, index)
@@ -112,6 +147,9 @@ class Stack:
         if not self.is_matrix:
             return row[: parameter.numel()].view(parameter.shape)
         matrix = row.view(self.rows, self.cols)
+        if self.padded:
+            rows, cols = self.wide[index]
+            matrix = matrix[:rows, :cols]
         return (matrix.mT if self.tall[index] else matrix).view(parameter.shape)
 
     @property
@@ -125,13 +163,28 @@ class Stack:
         # 0 until the first non-zero gradient. float32 then works in units of a power of two near its
         # largest entry, float64 in ones.
         counters["unit"] = 0.0
-        return counters | ({"last_root_step": 0, "root_refreshes": 0} if self.is_matrix else {})
+        # The largest gradient entry in the covariance's memory, and what it was at the last refresh.
+        counters["peak"] = 0.0
+        roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0, "observation_age": 0}
+        # The step before which the metric's statistics began: 0, or where it started anew.
+        roots["metric_start"] = 0
+        return counters | (roots if self.is_matrix else {})
 
     def adopt(self, index: int, record: dict[str, Any]) -> None:
         """Take over one parameter's earlier state and leave views of the stack in its place.
 
-        Metric entries that do not fit the backend any more are dropped: the metric starts anew.
+        A metric that does not fit the backend any more starts anew: in all its entries, with no roots
+        and a bias correction of its own.
         """
+        fits = all(
+            record[key].shape == self.view(key, index).shape if key in self.tensors else False
+            for key in record
+            if key.startswith(METRIC)
+        )
+        if not fits:
+            for key in [k for k in record if k.startswith(METRIC)]:
+                del record[key]
+            record["last_root_step"], record["metric_start"] = 0, record.get("step", 0)
         for key in self.keys:
             view = self.view(key, index)
             value = record.get(key)
@@ -140,11 +193,6 @@ class Stack:
             elif value is not None and not isinstance(value, Tensor):
                 view.fill_(value)
             record[key] = view
-        stale = [k for k in record if k.startswith(METRIC) and k not in self.tensors]
-        for key in stale:
-            del record[key]
-        if stale:
-            record["last_root_step"] = 0
         for key, start in self.host_state().items():
             record.setdefault(key, start)
 
@@ -152,7 +200,12 @@ class Stack:
         self, members: Sequence[int], gradients: Sequence[Tensor], divisors: Sequence[float]
     ) -> Tensor:
         """Stack gradients, each divided by its divisor, as (k, rows·cols) in the working dtype."""
-        if self.is_matrix:
+        if self.padded:
+            width = self.rows * self.cols
+            out = torch.zeros(len(members), width, dtype=self.dtype, device=self.device)
+            for i, row, gradient in zip(members, out, gradients, strict=True):
+                self.unpack(row, i).copy_(gradient)
+        elif self.is_matrix:
             shape = (self.cols, self.rows)
             rows = [
                 g.reshape(shape).mT.reshape(-1) if self.tall[i] else g.reshape(-1)

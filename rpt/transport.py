@@ -26,6 +26,10 @@ __all__ = [
 ]
 
 
+# The share of an update below which what the certificate leaves of it is rounding.
+_ROUNDING = 1e-5
+
+
 class Frame(NamedTuple):
     """The live request's frame compared with the stored one; every field is (b, 1).
 
@@ -167,7 +171,7 @@ def carry(
 
 
 def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0.
+    """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0; 0 if only rounding is left.
 
     Inner products run in float64 on the gradient divided by its largest entry, so that neither its
     scale nor cancellation in float32 decides.
@@ -178,7 +182,8 @@ def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     lengths = norm(update) * norm(gradient)
     if update.dtype == torch.float32 and update.device.type == "cpu":
         # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
-        alignment = dot(update, gradient) / lengths
+        # Lengths too small for a product in float32 give a cosine too small to pass.
+        alignment = dot(update, gradient) / lengths.clamp_min(1e-30)
         if bool((alignment > 1e-3).all()):
             return update, alignment
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
@@ -186,7 +191,9 @@ def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     inner = dot(update.double(), wide)
     squared = dot(wide, wide)
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
-    certified = update - (excess * wide).to(update.dtype)
+    certified = (update.double() - excess * wide).to(update.dtype)
+    # Of an update that lay against the gradient nothing is left but rounding: no direction to follow.
+    certified = certified * (norm(certified) > _ROUNDING * norm(update))
     lengths = norm(certified).double() * squared.sqrt()
     alignment = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0)
     return certified, alignment.to(update.dtype)

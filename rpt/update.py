@@ -52,17 +52,23 @@ class Members:
 
     Attributes:
         steps: t of each, this step included.
+        metric_steps: how many gradients the metric, or a vector's second moment, has seen.
         root_ages: steps since each one's last refresh; None for a matrix without roots.
         units: what each gradient was divided by.
-        positions: of each in the stack, which spreads refreshes by age over the steps.
+        positions: running number of each among its like, which spreads refreshes over the steps.
+        shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
+        outgrown: whether its gradients have become much larger than those its roots were made of.
         shaped: whether any of them may have a polar weight above zero.
     """
 
     steps: list[int]
+    metric_steps: list[int]
     root_ages: list[int | None]
     units: list[float]
     positions: list[int]
+    outgrown: list[bool]
     shaped: bool
+    shapes: Tensor | None = None
 
 
 @dataclass
@@ -107,7 +113,7 @@ def take_step(
         members: step counts and root ages.
         rule: the numbers.
     """
-    correction2 = _correction(rule.beta2, members.steps, gradient)
+    correction2 = _correction(rule.beta2, members.metric_steps, gradient)
     refreshed: list[int] = []
     failed: Tensor | None = None
     if backend is None:
@@ -117,7 +123,10 @@ def take_step(
     else:
         matrices = gradient.view(-1, *shape)
         metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
-        backend.accumulate(metric, matrices, rule.beta2)
+        if members.shapes is None:
+            backend.accumulate(metric, matrices, rule.beta2)
+        else:
+            backend.accumulate(metric, matrices, rule.beta2, members.shapes)  # type: ignore[call-arg]
         due = due_by_age(members, rule)
         if rule.root_drift_threshold is not None and not all(due):
             drift = yield backend.drift(metric, shape, correction2)
@@ -182,18 +191,20 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
     """Which matrices need new roots whatever their drift.
 
     With a drift threshold: those without roots or `max_root_staleness` steps old, exactly as
-    published. Without one, age decides alone: often while the covariance is young, later every
-    `max_root_staleness` steps or so, spread so that the matrices of a stack do not all fall due at once.
+    published. Without one, age decides alone: often while the covariance is young, later after between
+    half of `max_root_staleness` and all of it, so that a stack's matrices do not all fall due at once;
+    and at once where the gradient has outgrown its roots, which would pass it on at a length that
+    drowns the momentum for hundreds of steps.
     """
     due = []
-    for step, age, position in zip(
-        members.steps, members.root_ages, members.positions, strict=True
+    for step, age, position, outgrown in zip(
+        members.steps, members.root_ages, members.positions, members.outgrown, strict=True
     ):
-        limit = float(rule.max_root_staleness)
+        limit = rule.max_root_staleness
         if rule.root_drift_threshold is None:
             # Multiples of the golden ratio are spread evenly in [0, 1).
-            spread = 0.75 + 0.5 * (position * 0.6180339887498949 % 1.0)
-            limit = max(1.0, min(limit * spread, step * spread / 4))
+            spread = 0.5 + 0.5 * (position * 0.6180339887498949 % 1.0)
+            limit = 0 if outgrown else max(1, int(min(limit, step / 3) * spread))
         due.append(age is None or age >= limit)
     return due
 
@@ -244,15 +255,17 @@ def _refresh(
         return None
     absolute = _absolute(rule.eps, members.units, correction).square_()
     if len(due) == len(correction):
-        refresh = backend.refresh(metric, shape, correction, Damping(rule.matrix_ridge, absolute))
+        damping = Damping(rule.matrix_ridge, absolute, members.shapes)
+        refresh = backend.refresh(metric, shape, correction, damping)
         condition, failures = state["root_condition"], state["root_failures"]
         condition.copy_(torch.where(refresh.failed, condition, refresh.condition))
         failures += refresh.failed
         return refresh.failed
     index = torch.tensor(due, device=correction.device)
     part = {key: value[index] for key, value in metric.items()}
+    shapes = None if members.shapes is None else members.shapes[index]
     refresh = backend.refresh(
-        part, shape, correction[index], Damping(rule.matrix_ridge, absolute[index])
+        part, shape, correction[index], Damping(rule.matrix_ridge, absolute[index], shapes)
     )
     for key, value in part.items():
         metric[key][index] = value

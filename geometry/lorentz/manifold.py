@@ -1,7 +1,7 @@
 """Lorentz points as parameters: the manifold object an optimizer asks, and the parameter itself.
 
 A parameter holds points in one tensor (…, 1 + n): a, then the direction u. Tangent vectors have
-the same shape: ξ_r, then ξ_⊥. The object's methods are those of `rpt.manifold.Manifold`.
+the same shape: ξ_r, then ξ_⊥. The object's methods are those of `riemannian.Manifold`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .curvature import Curvature
 from .maps import exp_map, parallel_transport
 from .point import Point
+from .riemannian import RiemannianAdamWState, riemannian_adamw_update
 from .scalar import norm_and_direction
 from .tangent import gradient_from_polar
 
@@ -32,7 +33,7 @@ def unpack(packed: Tensor) -> Point:
 
 
 class LorentzManifold:
-    """How Lorentz points in polar form are optimised (`rpt.manifold.Manifold`).
+    """How Lorentz points in polar form are optimised (`riemannian.Manifold`).
 
     Args:
         k: the curvature is −1/k: a number, or the `Curvature` of the layer that owns the points.
@@ -52,6 +53,12 @@ class LorentzManifold:
     def curvature(self) -> float | Tensor:
         """k as it is now, without a gradient."""
         return self.k().detach() if isinstance(self.k, Curvature) else self.k
+
+    def adamw_update(
+        self, point: Tensor, gradient: Tensor, *moments: Any, **options: Any
+    ) -> RiemannianAdamWState:
+        """`riemannian_adamw_update` here: what `ResidualPolarTransport` asks of a manifold."""
+        return riemannian_adamw_update(self, point, gradient, *moments, **options)
 
     def riemannian_gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """From the gradient by the stored (a, u): ξ_r = ∂a/√k, ξ_⊥ = P ∂u/(√k sinh a)."""
@@ -133,7 +140,7 @@ class LorentzParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (type(self), self.data, self.manifold, self.requires_grad)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LorentzParameter({self.data!r}, {self.manifold!r})"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpt.manifold import manifold_of, riemannian_adamw_update
+from .riemannian import manifold_of, riemannian_adamw_update
 
 __all__ = ["RiemannianAdamW", "parameter_groups"]
 
@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 class RiemannianAdamW(torch.optim.Optimizer):
     """AdamW on a model of Euclidean and manifold parameters.
 
-    A parameter that carries a `manifold` (see `rpt.manifold`) takes `riemannian_adamw_update`:
+    A parameter that carries a `manifold` (see `riemannian.Manifold`) takes `riemannian_adamw_update`:
     moments in the tangent space, manifold decay, exponential map, transported momentum. Every
     other parameter takes exactly `torch.optim.AdamW`, to the bit.
 

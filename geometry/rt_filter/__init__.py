@@ -1,9 +1,9 @@
 """The radial–tangential filter and the Polar Transformer.
 
 `rt_filter` is the filter as a plain function; `PolarAttention` one learned step of it,
-`RobustFilterAttention` its isotropic ancestor, `PolarTransformerBlock` and `PolarTransformer` what is
-built from them. Underneath are pure functions: the model (`model`), transport in time (`transport`),
-the likelihood (`likelihood`), the sphere (`sphere`), the step formulas (`logits`).
+`RobustFilterAttention` its isotropic ancestor, `PolarTransformerBlock` and `PolarTransformer` what
+is built from them. Underneath are pure functions: the model (`model`), transport in time
+(`transport`), the likelihood (`likelihood`), the sphere (`sphere`), the step formulas (`logits`).
 
 Source: P. Racioppo, "The Transformer as a Polar State Estimator" (the RT-Filter paper).
 """

@@ -10,11 +10,8 @@ from torch import Tensor, nn
 
 from .base import AttentionWeights, FilterAttention, TokenStream, quarantine, unit
 from .cache import FilterCache
-from .chunked import map_query_slices, slice_length
-from .dense import PolarEstimate, PolarInputs, polar_estimate
-from .kernel import MASKED, kernel_estimate
+from .dense import PolarEstimate, PolarInputs
 from .logits import PolarSettings
-from .masks import Visibility, rows_that_see
 from .model import multiply_by_i
 from .parameters import (
     DecayRates,
@@ -23,6 +20,7 @@ from .parameters import (
     UnitIntervalParameter,
     decay_rates,
 )
+from .paths import Request, estimate
 from .sphere import tangent_project
 from .standard import standard_attention
 from .transport import apply_rotation, rotation
@@ -46,17 +44,17 @@ class FilterStep(NamedTuple):
 class PolarAttention(FilterAttention):
     """Multi-head attention as radial–tangential state estimation: x ↦ Δx = W_o ΔV (Algorithm 1).
 
-    A drop-in self-attention without the residual connection: `z = z + attention(z)`, with no norm in
-    front, since steps 1 and 2 normalise and rotate queries, keys and values themselves. Every
+    A drop-in self-attention without the residual connection: `z = z + attention(z)`, with no norm
+    in front, since steps 1 and 2 normalise and rotate queries, keys and values themselves. Every
     correction of the filter has a switch; with all of them off (`PolarAttention.standard`) what
     remains is softmax attention with rotary positions.
 
     Args:
         d_model: features of the residual stream.
         num_heads: heads H.
-        head_dim: complex features d per head, default d_model // num_heads: the projections then map
-            d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads) gives the
-            widths, and the parameters, of ordinary attention.
+        head_dim: complex features d per head, default d_model // num_heads: the projections then
+            map d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads)
+            gives the widths, and the parameters, of ordinary attention.
         causal: whether a token sees only tokens not later than itself, by time.
         dropout: dropout on the directional weights A_T while training.
         base, conjugate_frequencies, learn_frequencies: angular frequencies, see
@@ -138,12 +136,18 @@ class PolarAttention(FilterAttention):
             backend=backend,
         )
         self.settings = PolarSettings(
-            weights, magnitude_precision, decay, radial, radial_exponent, directional == "exact"
+            weights,
+            magnitude_precision,
+            decay,
+            radial,
+            radial_exponent,
+            directional == "exact",
+            process_noise > 0,
         )
         self.tangent, self.rotate_values, self.gain = tangent, rotate_values, gain
         self.normalize, self.m_units = normalize, m_units
         self.is_standard = self.settings == PolarSettings(
-            "exponential", False, False, "off", radial_exponent, False
+            "exponential", False, False, "off", radial_exponent, False, False
         ) and not (tangent or rotate_values or gain == "bayes")
         if not normalize and not self.is_standard:
             raise ValueError(
@@ -249,13 +253,13 @@ class PolarAttention(FilterAttention):
             x: (batch, tokens, d_model).
             memory: (batch, keys, d_model) for cross-attention: x's own states are updated by
                 observations from `memory`. Causal only if `causal=True` says so.
-            times: absolute time of each token, (tokens,), (1, tokens) or (batch, tokens), any origin
-                and order; default 0, 1, 2, …. Large values need float64 or integers.
+            times: absolute time of each token, (tokens,), (1, tokens) or (batch, tokens), any
+                origin and order; default 0, 1, 2, …. Large values need float64 or integers.
             memory_times: likewise for memory, on the same clock.
-            key_padding_mask: boolean (batch, keys), True where a key is padding. With a cache: of the
-                new tokens, or of all.
-            attn_mask: boolean (True: may attend) or additive, (queries, keys), (batch, queries, keys)
-                or (batch, heads, queries, keys).
+            key_padding_mask: boolean (batch, keys), True where a key is padding. With a cache: of
+                the new tokens, or of all.
+            attn_mask: boolean (True: may attend) or additive, (queries, keys), (batch, queries,
+                keys) or (batch, heads, queries, keys).
             cache: a `FilterCache`; x then continues it. Committed at the end of the call.
             causal: overrides the constructor's choice.
             need_weights: also return the weights; takes the dense path.
@@ -367,15 +371,15 @@ class PolarAttention(FilterAttention):
         inputs = PolarInputs(query, key, value, own_magnitude, magnitude)
         scalars = self.filter_scalars()
         scalars = FilterScalars(*(s.to(query.dtype) for s in scalars))
-        estimate = self._estimate(inputs, stream, scalars, need_weights)
-        update, log_precision = self._update(estimate, own, own_magnitude, prior_log_precision)
+        found = self._estimate(inputs, stream, scalars, need_weights)
+        update, log_precision = self._update(found, own, own_magnitude, prior_log_precision)
         update = update.masked_fill(poisoned[..., None], float("nan"))
         if self.rotate_values:
             update = apply_rotation(update, *turn)
         weights = None
         if need_weights:
-            assert estimate.directional_weights is not None
-            weights = AttentionWeights(estimate.directional_weights, estimate.radial_weights)
+            assert found.directional_weights is not None
+            weights = AttentionWeights(found.directional_weights, found.radial_weights)
         return update, weights, log_precision
 
     def _state(self, value: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -402,71 +406,33 @@ class PolarAttention(FilterAttention):
     def _estimate(
         self, inputs: PolarInputs, stream: TokenStream, scalars: FilterScalars, need_weights: bool
     ) -> PolarEstimate:
-        view, settings = stream.view, self.settings
-        queries, keys = inputs.query.shape[2], inputs.key.shape[2]
         dropout = self.dropout if self.training else 0.0
-        precision = self.gain == "bayes"
         if self.is_standard and (not self.normalize or self.backend == "auto"):
             scale = scalars.temperature * scalars.sphere_scale * 2.0 / scalars.nu_tangential
             variance = scalars.key_tangential + scalars.inflation_tangential
             scale = scale / (variance + scalars.query_tangential)
             if not self.normalize:
                 scale = scale / self.head_dim
-            return standard_attention(inputs, view, scale, dropout, need_weights)
-        if self._use_dense(inputs.query, keys, need_weights):
-            return polar_estimate(
-                inputs,
-                view,
-                scalars,
-                settings,
-                dropout=dropout,
-                precision=precision,
-                weights=need_weights,
-            )
-        if self.backend == "flex":
-            from .flex import flex_estimate
-
-            return flex_estimate(inputs, view, scalars, settings, dropout, precision)
-        learned_mask = view.mask is not None and view.mask.requires_grad
-        if stream.ahead is not None and not (settings.exact or precision or learned_mask):
-            return _kernel(inputs, view, scalars, settings, stream.ahead, dropout)
-
-        def piece(start: int, stop: int, visible: int) -> tuple[Tensor, ...]:
-            part = polar_estimate(
-                inputs,
-                view,
-                scalars,
-                settings,
-                start=start,
-                stop=stop,
-                keys=visible,
-                dropout=dropout,
-                precision=precision,
-            )
-            found = (part.direction, part.magnitude, part.log_precision)
-            return tuple(t for t in found if t is not None)
-
-        ordered = stream.ahead is not None and view.causal
-        return PolarEstimate(
-            *map_query_slices(
-                piece,
-                queries,
-                keys,
-                slice_length(inputs.query.shape[0], self.num_heads, keys),
-                first_visible_end=(stream.ahead or 0) + 1 if ordered else None,
-                random=dropout > 0,
-            )
+            return standard_attention(inputs, stream.view, scale, dropout, need_weights)
+        request = Request(
+            self.backend,
+            self._use_dense(inputs.query, inputs.key.shape[2], need_weights),
+            stream.ahead,
+            dropout,
+            self.gain == "bayes",
+            need_weights,
         )
+        return estimate(inputs, stream.view, scalars, self.settings, request)
 
     def _update(
         self,
-        estimate: PolarEstimate,
+        found: PolarEstimate,
         own: Tensor,
         own_magnitude: Tensor,
         prior_log_precision: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Algorithm 1, step 7, in the rotated frame: α P_T(V)V̄ + β(m̄ − m)V, V at length r."""
-        direction, log_precision = estimate.direction, None
+        direction, log_precision = found.direction, None
         if self.tangent:
             across = tangent_project(own, direction)
             if self.settings.exact:
@@ -474,14 +440,14 @@ class PolarAttention(FilterAttention):
                 across = tangent_project(multiply_by_i(own), across)
             direction = across
         if self.gain == "bayes":
-            assert estimate.log_precision is not None
-            gain, log_precision = self._bayes_gain(estimate.log_precision, prior_log_precision)
+            assert found.log_precision is not None
+            gain, log_precision = self._bayes_gain(found.log_precision, prior_log_precision)
             update = gain.unsqueeze(-1) * direction
         else:
             update = self.directional_step().to(own.dtype)[:, None, None] * direction
         if self.settings.radial != "off":
             correction = self.radial_step().to(own.dtype)[:, None] * (
-                estimate.magnitude - own_magnitude
+                found.magnitude - own_magnitude
             )
             update = update + correction.unsqueeze(-1) * own
         length = math.sqrt(self.head_dim)
@@ -499,43 +465,3 @@ class PolarAttention(FilterAttention):
             carry = torch.log(self.prior_carry()).to(log_found.dtype)[:, None]
             prior = torch.logaddexp(log_before.to(log_found.dtype) + carry, floor)
         return torch.sigmoid(log_found - prior), torch.logaddexp(log_found, prior)
-
-
-def _kernel(
-    inputs: PolarInputs,
-    view: Visibility,
-    scalars: FilterScalars,
-    settings: PolarSettings,
-    ahead: int,
-    dropout: float,
-) -> PolarEstimate:
-    """`kernel_estimate` with the masks as an additive bias, and fully masked rows at zero."""
-    dtype, bias = inputs.query.dtype, None
-    if view.padding is not None:
-        bias = torch.zeros_like(view.padding, dtype=dtype)
-        bias = bias.masked_fill(view.padding, MASKED)[:, None, None]
-    if view.mask is not None:
-        mask = view.mask
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, MASKED)
-        else:
-            mask = mask.to(dtype).clamp_min(MASKED)
-        bias = mask if bias is None else bias + mask
-    estimate = kernel_estimate(
-        inputs,
-        scalars,
-        settings,
-        causal=view.causal,
-        ahead=ahead,
-        bias=bias,
-        dropout=dropout,
-    )
-    if bias is None:
-        return estimate
-    batch, keys = inputs.key.shape[0], inputs.key.shape[2]
-    everything = torch.ones(batch, keys, dtype=torch.bool, device=inputs.key.device)
-    visible = rows_that_see(everything, view)
-    return PolarEstimate(
-        estimate.direction.masked_fill(~visible[..., None], 0.0),
-        torch.where(visible, estimate.magnitude, inputs.query_magnitude),
-    )

@@ -43,8 +43,8 @@ class TokenStream(NamedTuple):
 class FilterAttention(nn.Module):
     """Multi-head scaffold over lifted complex heads; subclasses say what is estimated.
 
-    Inputs are (batch, tokens, d_model). Weights are plain bias-free linear maps, real to complex and
-    back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
+    Inputs are (batch, tokens, d_model). Weights are plain bias-free linear maps, real to complex
+    and back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
     """
 
     def __init__(
@@ -239,7 +239,9 @@ def _grid(start: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def _fill_padded_times(times: Tensor, padding: Tensor, cache: FilterCache | None) -> Tensor:
-    """Give padded tokens the time of the first real one, so that theirs, whatever it is, is unused."""
+    """Give padded tokens the time of the first real one, so that theirs, whatever it is, is
+    unused.
+    """
     times = times.expand(padding.shape)
     first = times.gather(1, (~padding).to(torch.uint8).argmax(1, keepdim=True))
     if cache is not None and cache.origin is not None:

@@ -75,7 +75,9 @@ class FilterCache:
         return self._layers[layer]
 
     def stage(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Committed tensors of a layer joined with new ones along dimension 2, not yet committed."""
+        """Committed tensors of a layer joined with new ones along dimension 2, not yet
+        committed.
+        """
         old = self._layers[layer]
         if old is not None:
             if old[0].shape[0] != tensors[0].shape[0]:

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["map_query_slices", "slice_length"]
 
-SLAB_ELEMENTS = 2**19
+SLAB_ELEMENTS = 2**18
 
 
-def slice_length(batch: int, heads: int, keys: int, budget: int = SLAB_ELEMENTS) -> int:
-    """Queries per slice so that batch·heads·slice·keys stays near `budget`; at least 8."""
-    return max(8, budget // max(1, batch * heads * keys))
+def slice_length(batch: int, heads: int, keys: int) -> int:
+    """Queries per slice so that batch·heads·slice·keys stays near SLAB_ELEMENTS; at least 8."""
+    return max(8, SLAB_ELEMENTS // max(1, batch * heads * keys))
 
 
 def map_query_slices(

@@ -4,8 +4,8 @@ Three fused attentions: the directional one; and, for m̄ = Q̃·Σ_j A_R E m_j 
 carry an extra log E, rescaled by the two normalisers. Magnitudes, times and parameters enter as
 captured tensors, so no queries × keys tensor is made.
 
-Source: RT-Filter paper, Algorithm 1. Tested against `dense.py`: values on any device; gradients need a
-CUDA device.
+Source: RT-Filter paper, Algorithm 1. Tested against `dense.py`: values on any device; gradients
+need a CUDA device.
 """
 
 from __future__ import annotations

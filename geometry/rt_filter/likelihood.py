@@ -39,7 +39,8 @@ def negative_log_likelihood(
     *,
     complex_features: bool = True,
 ) -> Tensor:
-    """Σ_j r_j† P_j r_j with r_j = x̂_j − m u, straight from the projectors (Proposition 3's left side).
+    """Σ_j r_j† P_j r_j with r_j = x̂_j − m u, straight from the projectors (Proposition 3's left
+    side).
 
     Args:
         magnitude: m, shape (…).

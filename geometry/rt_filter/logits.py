@@ -1,7 +1,7 @@
 """The step formulas of the filter, shared by every path: precisions, distances, logits.
 
-Everything that depends on a pair of tokens only through its time lag sits in `LagTables`; magnitudes
-and cosines join in `directional_logits` and `radial_logits`. All of it runs in float32 or better.
+Everything that depends on a pair of tokens only through its time lag sits in `LagTables`;
+magnitudes and cosines join in `directional_logits` and `radial_logits`. All of it runs in float32 or better.
 
 Source: RT-Filter paper, Algorithm 1 steps 3–5, appendix A.4 and C.2.1, extension G.1.
 """
@@ -38,6 +38,7 @@ class PolarSettings(NamedTuple):
         influence weights; dense path only), or "off".
     radial_exponent: "likelihood" for ν_r + 1, "influence" for 1 (Algorithm 1 as printed).
     exact: the exact directional estimate of G.1 instead of the chordal one.
+    process: whether there is process noise at all (its variance is costly to evaluate).
     """
 
     weights: str = "student_t"
@@ -46,6 +47,7 @@ class PolarSettings(NamedTuple):
     radial: str = "own"
     radial_exponent: str = "likelihood"
     exact: bool = False
+    process: bool = True
 
 
 class LagTables(NamedTuple):
@@ -71,9 +73,11 @@ def lag_tables(lag: Tensor, scalars: FilterScalars, settings: PolarSettings) -> 
     zero = torch.zeros_like(lag * scalars.decay)
     if settings.decay:
         factor = decay_factor(lag, scalars.decay)
-        noise = scalars.process_noise * process_variance(lag, scalars.decay)
     else:
-        factor, noise = torch.ones_like(zero), zero
+        factor = torch.ones_like(zero)
+    noise: Tensor | float = 0.0
+    if settings.decay and settings.process:
+        noise = scalars.process_noise * process_variance(lag, scalars.decay)
     squared = factor * factor
     tangential = scalars.key_tangential * squared + noise + scalars.inflation_tangential
     residual = tangential + scalars.query_tangential
@@ -191,7 +195,9 @@ def masked_softmax(logits: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def masked_log_sum_exp(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """log Σ_j exp(logits) over allowed keys, (…,): −inf for a fully masked row, gradients finite."""
+    """log Σ_j exp(logits) over allowed keys, (…,): −inf for a fully masked row, gradients
+    finite.
+    """
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     peak = logits.detach().amax(-1, keepdim=True)

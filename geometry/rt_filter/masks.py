@@ -40,7 +40,9 @@ class Visibility(NamedTuple):
     def allowed(
         self, lag: Tensor, start: int = 0, stop: int | None = None, keys: int | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Boolean visibility (broadcastable to (batch, heads, q, k)) and additive part; None: all, 0."""
+        """Boolean visibility (broadcastable to (batch, heads, q, k)) and additive part; None:
+        all, 0.
+        """
         allowed = lag >= 0 if self.causal else None
         if self.padding is not None:
             allowed = _both(allowed, ~self.padding[:, None, None, :keys])
@@ -59,7 +61,9 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 
 
 def check_padding_mask(mask: Tensor, batch: int, tokens: int) -> Tensor:
-    """A boolean (batch, tokens) mask, True where padded. Raises TypeError or ValueError otherwise."""
+    """A boolean (batch, tokens) mask, True where padded. Raises TypeError or ValueError
+    otherwise.
+    """
     if mask.dtype != torch.bool:
         raise TypeError(
             f"key_padding_mask must be boolean (True where a token is padding), got {mask.dtype}"

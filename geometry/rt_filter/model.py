@@ -52,7 +52,9 @@ def inner_product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_direction(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split x (…, n) into magnitude (…) and unit direction (…, n); the zero vector keeps direction 0."""
+    """Split x (…, n) into magnitude (…) and unit direction (…, n); the zero vector keeps
+    direction 0.
+    """
     magnitude = torch.linalg.vector_norm(x, dim=-1)
     return magnitude, x / magnitude.clamp_min(torch.finfo(x.dtype).tiny).unsqueeze(-1)
 

@@ -65,7 +65,9 @@ class Float32Module(nn.Module):
 
 
 class PositiveParameter(Float32Module):
-    """Positive numbers softplus(raw), `raw` stored at the inverse softplus of the initial values."""
+    """Positive numbers softplus(raw), `raw` stored at the inverse softplus of the initial
+    values.
+    """
 
     def __init__(self, initial: float | list[float], shape: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -98,7 +100,9 @@ def decay_rates(num_heads: int, low: float, high: float) -> list[float]:
 
 
 class DecayRates(Float32Module):
-    """μ ≥ 0 per head. A head that starts at 0 never decays: softplus cannot reach 0, so it is masked."""
+    """μ ≥ 0 per head. A head that starts at 0 never decays: softplus cannot reach 0, so it is
+    masked.
+    """
 
     moving: Tensor
 
@@ -112,7 +116,9 @@ class DecayRates(Float32Module):
 
 
 class RotaryFrequencies(Float32Module):
-    """Angular frequencies (dimension,), float32 whatever the module is cast to; learned or fixed."""
+    """Angular frequencies (dimension,), float32 whatever the module is cast to; learned or
+    fixed.
+    """
 
     frequencies: Tensor
     fixed = True
@@ -134,9 +140,9 @@ class RotaryFrequencies(Float32Module):
 class FilterScalars(NamedTuple):
     """The numbers of Algorithm 1, one per head, each a tensor of shape (heads,).
 
-    Variances are those of the paper: η²_{t,k}, η²_{t,q}, ι²_t, η²_{r,k}, η²_{r,q}, ι²_r, m²_∞, and σ²
-    of the process noise (0 without it). `sphere_scale` multiplies the squared distance: the product
-    of the query's and the key's learned gain, over d where magnitudes are in raw units.
+    Variances are those of the paper: η²_{t,k}, η²_{t,q}, ι²_t, η²_{r,k}, η²_{r,q}, ι²_r, m²_∞, and
+    σ² of the process noise (0 without it). `sphere_scale` multiplies the squared distance: the
+    product of the query's and the key's learned gain, over d where magnitudes are in raw units.
     """
 
     decay: Tensor
@@ -154,5 +160,7 @@ class FilterScalars(NamedTuple):
     sphere_scale: Tensor
 
     def reshaped(self, *trailing: int) -> FilterScalars:
-        """Each tensor (heads,) as (heads, 1, …): one more axis of size 1 per entry of `trailing`."""
+        """Each tensor (heads,) as (heads, 1, …): one more axis of size 1 per entry of
+        `trailing`.
+        """
         return FilterScalars(*(p.reshape(-1, *trailing) for p in self))

@@ -37,7 +37,9 @@ def robust_filter_estimate(
     keys: int | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Σ_j A_ij E_ij ṽ_j for queries start…stop, and A; rotated inputs (batch, heads, tokens, 2d)."""
+    """Σ_j A_ij E_ij ṽ_j for queries start…stop, and A; rotated inputs (batch, heads, tokens,
+    2d).
+    """
     query, key, value = query[:, :, start:stop], key[:, :, :keys], value[:, :, :keys]
     per_head = scalars.reshaped(1, 1)
     lag = view.lag(start, stop, keys)
@@ -63,15 +65,16 @@ def robust_filter_estimate(
 class RobustFilterAttention(FilterAttention):
     """Multi-head Robust Filter Attention (appendix A.4): x ↦ W_o V̄.
 
-    The arguments and the call are those of `PolarAttention` where they apply; tokens see one another
-    through Mahalanobis distances of transported keys, values are rotated, decayed, averaged and
-    counter-rotated. Put a residual connection, and a norm if wanted, around it.
+    The arguments and the call are those of `PolarAttention` where they apply; tokens see one
+    another through Mahalanobis distances of transported keys, values are rotated, decayed, averaged
+    and counter-rotated. Put a residual connection, and a norm if wanted, around it.
 
     Args:
         weights: "student_t" or "exponential" influence weights.
         decay: decay and variances of A.4 with a learned rate per head; False: μ = 0.
         process_noise: initial σ²; 0 leaves process noise out.
-        normalize: bring queries, keys and values to length √d first (the sphere of `PolarAttention`).
+        normalize: bring queries, keys and values to length √d first (the sphere of
+            `PolarAttention`).
         rotary: False leaves out transport by rotation.
     """
 
@@ -128,7 +131,9 @@ class RobustFilterAttention(FilterAttention):
         self.scalars = nn.ModuleDict({k: v for k, v in scalars.items() if v is not None})
 
     def filter_scalars(self) -> FilterScalars:
-        """Current η² (key_tangential), γ² (query_tangential), ι², σ², μ, ν_s, β_s; each (heads,)."""
+        """Current η² (key_tangential), γ² (query_tangential), ι², σ², μ, ν_s, β_s; each
+        (heads,).
+        """
         reference = next(iter(self.scalars.parameters()))
         ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
         return FilterScalars(

@@ -33,8 +33,8 @@ class FeedForward(nn.Module):
 class PolarTransformerBlock(nn.Module):
     """z⁺ = z + attention(z), then z⁺ + FFN(RMSNorm(z⁺)): steps 9 and 10 of Algorithm 1.
 
-    No norm stands before attention, whose own normalisation takes its place; `pre_norm=True` puts one
-    there, as the standard transformer has. Keyword options go to `PolarAttention`.
+    No norm stands before attention, whose own normalisation takes its place; `pre_norm=True` puts
+    one there, as the standard transformer has. Keyword options go to `PolarAttention`.
 
     Args:
         feed_forward: hidden width, default 4·d_model.
@@ -103,7 +103,9 @@ class PolarTransformerBlock(nn.Module):
         causal: bool | None = None,
         prior_log_precision: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` inside a stack: no commit, and the precision of G.3 handed from layer to layer."""
+        """`forward` inside a stack: no commit, and the precision of G.3 handed from layer to
+        layer.
+        """
         normed = z if self.attention_norm is None else self.attention_norm(z)
         found = self.attention.filter(
             normed,
@@ -192,6 +194,7 @@ class PolarTransformer(nn.Module):
             z = z * self.embedding.embedding_dim**0.5
         precision: Tensor | None = None
         for index, block in enumerate(self.blocks):
+            assert isinstance(block, PolarTransformerBlock)
             z, precision = block.step(
                 z,
                 times=times,

@@ -58,7 +58,8 @@ def rotary_frequencies(
 
 
 def check_times(times: Tensor, batch: int, tokens: int, name: str = "times") -> Tensor:
-    """Bring times of shape (tokens,), (1, tokens) or (batch, tokens) to float64 (1 or batch, tokens).
+    """Bring times of shape (tokens,), (1, tokens) or (batch, tokens) to float64 (1 or batch,
+    tokens).
 
     Raises:
         TypeError: half-precision or non-real times.
@@ -112,7 +113,9 @@ def relative_times(times: Tensor, origin: Tensor | None = None) -> tuple[Tensor,
 
 
 def rotation_angles(relative: Tensor, frequencies: Tensor) -> Tensor:
-    """θ = ω t, shape (…, tokens, d), in the dtype of `relative`; frequencies (d,) radians per unit."""
+    """θ = ω t, shape (…, tokens, d), in the dtype of `relative`; frequencies (d,) radians per
+    unit.
+    """
     return relative.unsqueeze(-1) * frequencies.to(relative.dtype)
 
 
@@ -160,7 +163,9 @@ def decay_factor(lag: Tensor, decay: Tensor) -> Tensor:
 
 
 def process_variance(lag: Tensor, decay: Tensor) -> Tensor:
-    """(1 − e^{−2μ|lag|})/(2μ), the variance of unit process noise (appendix A.4), |lag| at μ = 0."""
+    """(1 − e^{−2μ|lag|})/(2μ), the variance of unit process noise (appendix A.4), |lag| at μ =
+    0.
+    """
     span = lag.abs()
     exponent = 2.0 * decay * span
     small = exponent < 1e-4

@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "heads": 4,
     "context": 64,
     "batch": 32,
-    "eval_every": 10,
+    "eval_every": 20,
     "device": "cpu",
     "threads": 1,
 }
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         help="only swap the optimizer's line; the same as --observe none",
     )
     training.add_argument("--observe-every", type=count, help="measure every so many updates")
-    training.add_argument("--eval-every", type=count, help="steps between evaluations (10)")
+    training.add_argument("--eval-every", type=count, help="steps between evaluations (20)")
     training.add_argument("--device", help="cpu (default) or cuda")
     training.add_argument("--threads", type=count, help="CPU threads (1)")
     files = parser.add_argument_group("files")
@@ -144,7 +144,7 @@ def rpt_factory(
         optimizer = ResidualPolarTransport(
             model.parameters(), lr=lr, preset=preset, weight_decay=WEIGHT_DECAY, **options
         )
-        cadence = {} if observe_every is None else {"observe_every": observe_every}
+        cadence: dict[str, Any] = {} if observe_every is None else {"observe_every": observe_every}
         if observe == "declared":
             optimizer.attach_model(model, **cadence)
         elif observe == "all":

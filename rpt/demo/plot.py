@@ -36,8 +36,10 @@ def plot_race(histories: Mapping[str, History], path: Path, title: str) -> None:
     _losses(axes[0, 0], histories, "step", "optimizer steps")
     _losses(axes[0, 1], histories, "seconds", "training seconds, evaluations not counted")
     last = list(histories.values())[-1]
-    _matrices(axes[1, 0], last.step, last.entropy_rank, "residual entropy rank")
-    _matrices(axes[1, 1], last.step, last.polar_weight, "polar weight")
+    observed = {name for name, ranks in last.entropy_rank.items() if any(map(math.isfinite, ranks))}
+    ranks = {name: ranks for name, ranks in last.entropy_rank.items() if name in observed}
+    _matrices(axes[1, 0], last.step, ranks, observed, "residual entropy rank")
+    _matrices(axes[1, 1], last.step, last.polar_weight, observed, "polar weight")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -71,19 +73,27 @@ def _kind_and_layer(name: str) -> tuple[str, int]:
     return (inside.group(2), int(inside.group(1))) if inside else (name, 0)
 
 
-def _matrices(axis: Axes, steps: list[int], curves: Mapping[str, list[float]], label: str) -> None:
+def _matrices(
+    axis: Axes,
+    steps: list[int],
+    curves: Mapping[str, list[float]],
+    observed: set[str],
+    label: str,
+) -> None:
+    """Observed matrices by kind (colour) and layer (line style); all others in grey."""
     import matplotlib.pyplot as plt
 
-    shown = {n: c for n, c in curves.items() if any(math.isfinite(value) for value in c)}
-    kinds = list(dict.fromkeys(_kind_and_layer(name)[0] for name in shown))
-    palette = plt.get_cmap("tab20")
+    kinds = list(dict.fromkeys(_kind_and_layer(name)[0] for name in curves if name in observed))
+    palette = plt.get_cmap("tab10")
     labelled = set()
-    for name, curve in shown.items():
+    for name, curve in curves.items():
         kind, layer = _kind_and_layer(name)
+        if name not in observed:
+            kind, layer = "not observed", 0
         axis.plot(
             steps[-len(curve) :],
             curve,
-            color=palette(kinds.index(kind) % 20),
+            color=palette(kinds.index(kind) % 10) if kind in kinds else COLOURS[0],
             linestyle=("-", "--", ":", "-.")[layer % 4],
             linewidth=1.2,
             label=None if kind in labelled else kind,
@@ -91,9 +101,10 @@ def _matrices(axis: Axes, steps: list[int], curves: Mapping[str, list[float]], l
         labelled.add(kind)
     axis.set_xlabel("optimizer steps (line style: layer)")
     axis.set_ylabel(label)
+    axis.set_xlim(axis.get_xlim()[0], steps[-1])
     axis.set_ylim(-0.03, 1.03)
     axis.grid(alpha=0.25)
-    if shown:
-        axis.legend(frameon=False, fontsize=7, ncols=2)
+    if curves:
+        axis.legend(frameon=False, fontsize=8)
     else:
-        axis.text(0.5, 0.5, "nothing observed", ha="center", va="center", color="#7f7f7f")
+        axis.text(0.5, 0.5, "nothing observed", ha="center", transform=axis.transAxes)

@@ -38,7 +38,7 @@ class TrainConfig:
     steps: int = 300
     schedule: str = "cosine"
     seed: int = 0
-    eval_every: int = 10
+    eval_every: int = 20
     eval_batches: int = 8
     device: str = "cpu"
 
@@ -72,7 +72,7 @@ class History:
         train_loss: loss of the last batch (nats per character); NaN before the first step.
         validation_loss: mean over the fixed validation windows (nats per character).
         polar_weight, entropy_rank: per matrix by parameter name, where the optimizer keeps them;
-            NaN where it had none yet.
+            NaN before the first step, and for ranks of matrices that no observation has reached.
     """
 
     step: list[int] = field(default_factory=list)
@@ -203,12 +203,14 @@ class Run:
             state = self.optimizer.state.get(parameter, {})
             if parameter.ndim < 2 or "polar_weight" not in state:
                 continue
-            for key, curves in (
-                ("polar_weight", history.polar_weight),
-                ("residual_entropy_rank", history.entropy_rank),
+            observed = state.get("observations", 0) > 0
+            rank = state.get("residual_entropy_rank") if observed else None
+            for curves, value in (
+                (history.polar_weight, state["polar_weight"]),
+                (history.entropy_rank, rank),
             ):
                 missing = len(history.step) - 1 - len(curves.setdefault(name, []))
-                curves[name] += [math.nan] * missing + [_plain_number(state.get(key))]
+                curves[name] += [math.nan] * missing + [_plain_number(value)]
         return history.validation_loss[-1]
 
     @property

@@ -19,10 +19,13 @@ class Damping(NamedTuple):
     Attributes:
         ridge: floor relative to the mean eigenvalue (`matrix_ridge`).
         absolute: absolute floor in the units of the covariance (ε²), (b,).
+        shapes: true (rows, cols) of matrices padded with zeros to the stack's shape, (b, 2); None for
+            no padding. Only backends whose `pads` says so ever see it.
     """
 
     ridge: float
     absolute: Tensor
+    shapes: Tensor | None = None
 
 
 class Refresh(NamedTuple):
@@ -79,6 +82,18 @@ class RootBackend(ABC):
         The default says "none": roots are then refreshed by age alone.
         """
         return torch.zeros_like(correction)
+
+    def pads(self, rows: int, cols: int) -> bool:
+        """Whether smaller matrices may share a (rows, cols) stack, padded with zeros.
+
+        A backend that says yes gets the true shapes, (b, 2), as `Damping.shapes` at a refresh and as a
+        fourth argument of `accumulate`, and implements `crop`.
+        """
+        return False
+
+    def crop(self, key: str, value: Tensor, rows: int, cols: int) -> Tensor:
+        """The part of one matrix's state entry that an unpadded (rows, cols) matrix would have."""
+        return value
 
     def without_drift(self) -> RootBackend:
         """The same backend for an optimizer that refreshes by age alone and asks for no drift."""

@@ -79,7 +79,7 @@ def _check_shape(backend: RootBackend, rows: int, cols: int, dtype: torch.dtype)
     if request.shape != last.shape:
         return [f"apply returns shape {tuple(request.shape)}, not {tuple(last.shape)}"]
     if request.dtype != dtype:
-        problems.append(f"apply returns {request.dtype}")
+        return [f"apply returns {request.dtype}, not the gradient's {dtype}"]
     if not request.isfinite().all():
         problems.append("apply returns non-finite entries for ordinary gradients")
     if not ((request * last).flatten(1).sum(1) > 0).all():

@@ -71,7 +71,12 @@ def eigenvalue_floor(mean: Tensor, ridge: float, absolute: Tensor | float) -> Te
 
 
 def inverse_root(
-    matrix: Tensor, power: float = -0.25, *, ridge: float = 1e-4, absolute: Tensor | float = 0.0
+    matrix: Tensor,
+    power: float = -0.25,
+    *,
+    ridge: float = 1e-4,
+    absolute: Tensor | float = 0.0,
+    sizes: Tensor | None = None,
 ) -> InverseRoot:
     """V max(Λ, floor)^power Vᵀ of the symmetrised matrix, floor = ridge · mean(max(Λ, 0)) + absolute.
 
@@ -82,13 +87,19 @@ def inverse_root(
         power: the exponent, -1/4 for a two-sided metric.
         ridge: relative floor of the eigenvalues.
         absolute: absolute floor, a float or (b,).
+        sizes: true size of each matrix that is padded with zero rows and columns, (b,).
     """
     if matrix.ndim == 2:
         single = inverse_root(matrix.unsqueeze(0), power, ridge=ridge, absolute=absolute)
         return InverseRoot(*(field.squeeze(0) for field in single))
     matrix = 0.5 * (matrix + matrix.mT)
     values, vectors, failed = symmetric_eigen(matrix)
-    floor = eigenvalue_floor(values.clamp_min(0).mean(-1), ridge, absolute)
-    floored = torch.maximum(values, floor[:, None])
+    size = matrix.shape[-1]
+    mean = values.clamp_min(0).sum(-1) / (size if sizes is None else sizes)
+    floored = torch.maximum(values, eigenvalue_floor(mean, ridge, absolute)[:, None])
     root = (vectors * floored.pow(power).unsqueeze(-2)) @ vectors.mT
-    return InverseRoot(root, floored[:, -1] / floored[:, 0], failed)
+    low = floored[:, 0]
+    if sizes is not None:
+        # The zeros of the padding come first in ascending order.
+        low = floored.gather(1, (size - sizes).long()[:, None]).squeeze(1)
+    return InverseRoot(root, floored[:, -1] / low, failed)

@@ -41,10 +41,18 @@ class KroneckerRoots(RootBackend):
         left = self.side(rows, cols).create("left", batch, rows, cols, like)
         return left | self.side(cols, rows).create("right", batch, cols, rows, like)
 
-    def accumulate(self, state: State, gradient: Tensor, beta2: float) -> None:
+    def accumulate(
+        self, state: State, gradient: Tensor, beta2: float, shapes: Tensor | None = None
+    ) -> None:
         rows, cols = gradient.shape[-2:]
-        self.side(rows, cols).accumulate(state, "left", gradient, beta2)
-        self.side(cols, rows).accumulate(state, "right", gradient.mT, beta2)
+        left = right = gradient
+        if shapes is not None:
+            # Each side divides by the padded length of the other, and is owed the true one.
+            true_rows, true_cols = shapes.view(-1, 2, 1, 1).unbind(1)
+            left = gradient * (cols / true_cols).sqrt()
+            right = gradient * (rows / true_rows).sqrt()
+        self.side(rows, cols).accumulate(state, "left", left, beta2)
+        self.side(cols, rows).accumulate(state, "right", right.mT, beta2)
 
     def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
         rows, cols = shape
@@ -57,8 +65,11 @@ class KroneckerRoots(RootBackend):
         self, state: State, shape: tuple[int, int], correction: Tensor, damping: Damping
     ) -> Refresh:
         rows, cols = shape
+        mirrored = damping
+        if damping.shapes is not None:
+            mirrored = damping._replace(shapes=damping.shapes.flip(1))
         left = self.side(rows, cols).refresh(state, "left", correction, damping)
-        right = self.side(cols, rows).refresh(state, "right", correction, damping)
+        right = self.side(cols, rows).refresh(state, "right", correction, mirrored)
         # The condition of a Kronecker product's square root is the geometric mean of its sides'.
         condition = (left.condition * right.condition).sqrt()
         return Refresh(condition, left.failed | right.failed)
@@ -67,6 +78,18 @@ class KroneckerRoots(RootBackend):
         rows, cols = gradient.shape[-2:]
         whitened = self.side(rows, cols).apply(state, "left", gradient)
         return self.side(cols, rows).apply(state, "right", whitened.mT).mT
+
+    def pads(self, rows: int, cols: int) -> bool:
+        # A subclass of the user's own may care about the shapes it is shown.
+        if type(self) not in _NAMES:
+            return False
+        return self.side(rows, cols).pads(rows) and self.side(cols, rows).pads(cols)
+
+    def crop(self, key: str, value: Tensor, rows: int, cols: int) -> Tensor:
+        size = rows if key.startswith("left") else cols
+        if key.endswith("_reference") and value.shape[-1] != value.shape[-2]:
+            return value[..., :size, :]
+        return value[..., :size, :size]
 
     def without_drift(self) -> RootBackend:
         if any(f.name == "drift_from" for f in fields(self)):  # type: ignore[arg-type]
@@ -190,11 +213,16 @@ def resolve_roots(spec: str | RootBackend) -> RootBackend:
     """
     if isinstance(spec, RootBackend):
         return spec
-    if not isinstance(spec, str):
-        raise TypeError(
-            f"roots={spec!r} is a {type(spec).__name__}: give a name ({', '.join(_NAMES.values())}) "
-            "or an instance of a RootBackend subclass"
-        )
+    if isinstance(spec, str):
+        return _resolve_text(spec)
+    raise TypeError(
+        f"roots={spec!r} is a {type(spec).__name__}: give a name ({', '.join(_NAMES.values())}) "
+        "or an instance of a RootBackend subclass"
+    )
+
+
+@cache
+def _resolve_text(spec: str) -> RootBackend:
     by_name = {name: backend for backend, name in _NAMES.items()}
     name, _, _ = spec.partition("(")
     if name not in by_name:
@@ -203,7 +231,10 @@ def resolve_roots(spec: str | RootBackend) -> RootBackend:
         call = ast.parse(spec if "(" in spec else f"{spec}()", mode="eval").body
         assert isinstance(call, ast.Call)
         assert not call.args
-        options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        try:
+            options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        except ValueError as error:
+            raise SyntaxError("not a literal") from error
         return by_name[name](**options)
     except (SyntaxError, AssertionError, TypeError) as error:
         known = ", ".join(f.name for f in fields(by_name[name]))  # type: ignore[arg-type]

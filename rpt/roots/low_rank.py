@@ -30,6 +30,9 @@ class LowRankSide:
 
     rank: int
 
+    def pads(self, size: int) -> bool:
+        return False
+
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
         rank = min(self.rank, size)
         basis = _starting_basis(size, rank, like)

@@ -28,6 +28,8 @@ class Side(Protocol):
 
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State: ...
 
+    def pads(self, size: int) -> bool: ...
+
     def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None: ...
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor: ...
@@ -78,6 +80,9 @@ class BlockSide:
         if size % rows:
             pieces.append(("_rest", whole * rows, 1, size - whole * rows))
         return pieces
+
+    def pads(self, size: int) -> bool:
+        return len(self.pieces(size)) == 1 and self.pieces(size)[0][2] == 1
 
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
         state: State = {}
@@ -133,6 +138,7 @@ class BlockSide:
                 factor.view(-1, rows, rows),
                 ridge=damping.ridge,
                 absolute=damping.absolute.repeat_interleave(count),
+                sizes=None if damping.shapes is None else damping.shapes[:, 0],
             )
             root = state[f"{name}{suffix}_root"]
             root.copy_(
@@ -167,6 +173,9 @@ def _probes(factor: Tensor) -> Tensor:
 class DiagonalSide:
     """The diagonal of the covariance only: one number per row."""
 
+    def pads(self, size: int) -> bool:
+        return False
+
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
         return {
             f"{name}_diagonal": like.new_zeros(batch, size),
@@ -200,6 +209,9 @@ class DiagonalSide:
 @dataclass(frozen=True)
 class ScalarSide:
     """No factor for this side, only its mean: keeps the request's scale, prefers no direction."""
+
+    def pads(self, size: int) -> bool:
+        return False
 
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
         return {

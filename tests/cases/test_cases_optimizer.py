@@ -757,6 +757,15 @@ def test_case_15_the_shape_zoo(shape, preset):
     optimizer.step()
 
 
+def test_case_15_empty_parameters_beside_others():
+    params = [nn.Parameter(torch.ones(s)) for s in ((0, 5), (3, 4), (0,), (5, 0), (4,))]
+    optimizer = ResidualPolarTransport(params, lr=1e-2)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [p in optimizer.state for p in params] == [False, True, False, False, True]
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("preset", ["drop_in", "paper"])
 def test_case_15_a_scalar_moves_by_the_rate(preset, shape):

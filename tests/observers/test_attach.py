@@ -195,7 +195,7 @@ def test_cadence_switches_the_taps():
         attachment.after_step({})
         model.zero_grad()
     assert seen == [2, 0, 0, 2, 0, 0, 2]
-    attachment.after_step({model[0].weight: torch.tensor(-0.5)})
+    attachment.after_step({model[0].weight: torch.tensor(-0.9)})
     backward(model)
     assert list(stage.commit().counts) == [model[0].weight]
 

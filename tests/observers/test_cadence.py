@@ -41,6 +41,20 @@ def test_a_turned_frame_forces_a_measurement_of_that_parameter_alone():
     assert not cadence.due(B)
 
 
+def test_a_frame_that_stays_turned_forces_one_measurement_only():
+    low, high = {A: torch.tensor(-0.9)}, {A: torch.tensor(0.9)}
+    cadence = Cadence([A, B], 4, -0.5)
+    assert run(cadence, 5, dict.fromkeys(range(5), low)) == [True, True, False, False, False]
+    cadence.advance([A], high)
+    cadence.advance([], low)
+    assert cadence.due(A)
+    resumed = Cadence([A], 4, -0.5)
+    cadence.advance([A], low)
+    resumed.restore(cadence.ages())
+    resumed.advance([], low)
+    assert not resumed.due(A)
+
+
 def test_ages_continue_the_phase():
     cadence = Cadence([A, B], 4, 0.0)
     run(cadence, 2)

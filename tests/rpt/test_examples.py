@@ -23,6 +23,7 @@ def _load(name):
 
 def test_drop_in(capsys):
     module = _load("drop_in.py")
+    module.BATCH = 700
     module.train(use_rpt=False, epochs=1)
     module.train(use_rpt=True, epochs=1)
     lines = capsys.readouterr().out.splitlines()
@@ -31,6 +32,7 @@ def test_drop_in(capsys):
 
 def test_custom_roots(capsys):
     module = _load("custom_roots.py")
+    module.BATCH = 700
     check_backend(module.DiagonalRoots())
     module.train(module.DiagonalRoots(), epochs=1)
     assert capsys.readouterr().out.startswith("DiagonalRoots ")
@@ -48,13 +50,14 @@ def test_context_transformer(capsys):
 
 def test_ripple_arms_are_paired_and_measured(tmp_path):
     module = _load("ripple.py")
-    results = module.run_seed(0, 50, list(module.ARMS))
+    module.EVALUATE_EVERY = 3
+    results = module.run_seed(0, 6, list(module.ARMS))
     assert all(len(result.errors) == 2 for result in results.values())
     assert results["AdamW"].polar_weight is None
     assert results["paper, no observer"].polar_weight == 0
     assert 0 < results["paper, two sites"].polar_weight < 1
     # At a constant rate a shorter run is the beginning of a longer one.
-    again = module.run_seed(0, 25, ["AdamW"])
+    again = module.run_seed(0, 3, ["AdamW"])
     assert again["AdamW"].errors == results["AdamW"].errors[:1]
     table = module.table({name: [result] for name, result in results.items()})
     assert len(table.splitlines()) == 1 + len(module.ARMS)

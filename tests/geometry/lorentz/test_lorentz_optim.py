@@ -10,10 +10,10 @@ import pytest
 import rpt.geometry.lorentz as lorentz
 import torch
 from rpt.geometry.lorentz.ambient import ambient_decay
+from rpt.geometry.lorentz.riemannian import Manifold, manifold_of, riemannian_adamw_update
 from torch import nn
 
 import rpt
-from rpt.manifold import Manifold, manifold_of, riemannian_adamw_update
 
 
 def table(count=6, n=3, k=1.0, scale=1.0, dtype=torch.float64, decay="centroid"):

@@ -1,4 +1,6 @@
-"""PolarAttention and RobustFilterAttention against loops in complex float64, limits, and contracts."""
+"""PolarAttention and RobustFilterAttention against loops in complex float64, limits, and
+contracts.
+"""
 
 import math
 
@@ -183,7 +185,7 @@ def test_student_weights_tend_to_exponential_ones():
 
 
 def test_isotropic_settings_reproduce_robust_filter_attention():
-    options = dict(decay=False, nu=3.0)
+    options = {"decay": False, "nu": 3.0}
     polar = PolarAttention(
         16, 4, magnitude_precision=False, tangent=False, radial="off", step=0.25, **options
     )

@@ -106,7 +106,7 @@ def test_ambient_update_is_the_first_order_form_of_the_geodesic_one():
 
     def gap(noise):
         data = tracks(8, 20, radial_std=0.0, tangential_std=noise)
-        same = dict(tangential_variance=1.0, directional_step=0.6)
+        same = {"tangential_variance": 1.0, "directional_step": 0.6}
         first = rt_filter(data.observations, data.times, OMEGA, update="ambient", **same)
         exact = rt_filter(data.observations, data.times, OMEGA, update="geodesic", **same)
         return float((first.direction - exact.direction).abs().max())
@@ -116,7 +116,7 @@ def test_ambient_update_is_the_first_order_form_of_the_geodesic_one():
 
 def test_slerp_reaches_the_consensus_and_the_resultant_length_holds_back():
     data = tracks(tangential_std=0.3)
-    options = dict(weights="none", start="observation")
+    options = {"weights": "none", "start": "observation"}
     full = rt_filter(data.observations, data.times, OMEGA, resultant_scaling=False, **options)
     held = rt_filter(data.observations, data.times, OMEGA, **options)
     own = unit_direction(data.observations)[1]
@@ -174,8 +174,8 @@ def test_outliers_lose_their_weight():
 @pytest.mark.parametrize(
     ("world", "radial_weights"),
     [
-        (dict(radial_std=0.5, tangential_std=0.1), "own"),
-        (dict(radial_std=0.3, tangential_std=0.1, outlier_rate=0.3), "joint"),
+        ({"radial_std": 0.5, "tangential_std": 0.1}, "own"),
+        ({"radial_std": 0.3, "tangential_std": 0.1, "outlier_rate": 0.3}, "joint"),
     ],
     ids=["radial noise", "outliers"],
 )
@@ -184,7 +184,7 @@ def test_it_tracks_better_than_the_isotropic_filter_where_noise_is_not_isotropic
 ):
     data = tracks(128, 48, decay=0.01, seed=3, **world)
     radial, tangential = world["radial_std"] ** 2, world["tangential_std"] ** 2
-    same = dict(decay=0.01, start="consensus", iterations=3)
+    same = {"decay": 0.01, "start": "consensus", "iterations": 3}
     found = rt_filter(
         data.observations, data.times, OMEGA, tangential_variance=tangential,
         radial_variance=radial, resultant_scaling=False, radial=radial_weights, **same,

@@ -1,5 +1,6 @@
 """Transport in time: rotation, decay, process noise, timestamps, positive parameters."""
 
+import itertools
 import math
 
 import mpmath
@@ -104,7 +105,7 @@ def test_decay_rates_leave_a_quarter_of_the_heads_still():
     assert rates[:2] == [0.0, 0.0]
     assert rates[2] == pytest.approx(1e-3)
     assert rates[-1] == pytest.approx(1e-1)
-    ratios = [b / a for a, b in zip(rates[2:], rates[3:], strict=False)]
+    ratios = [b / a for a, b in itertools.pairwise(rates[2:])]
     assert max(ratios) == pytest.approx(min(ratios))
 
 

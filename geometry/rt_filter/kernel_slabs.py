@@ -1,0 +1,382 @@
+"""Forward and backward arithmetic of the closed-form path, one slab at a time.
+
+A slab is a group of heads times a slice of queries against all keys it can see, in scratch buffers
+of
+a fixed size. `kernel.py` says what is computed; here is how, in place, and the chain rule for it.
+
+Source: RT-Filter paper, Algorithm 1 steps 3–6.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab", "multiply_rows"]
+
+SLAB_ELEMENTS = 2**19
+MAX_SLICE = 128
+
+EXPONENTIAL, RADIAL, SHARED = 1, 2, 4
+SLOPE, OFFSET, LOG_RATIO, LOG_RHO, RHO, DECAY = range(6)
+TEMPERATURE, EXPONENT, RADIAL_EXPONENT = range(3)
+
+
+class Slab(NamedTuple):
+    """One group of heads and one slice of queries, all sizes (group, batch, slice, keys)."""
+
+    heads: slice
+    queries: slice
+    keys: int
+    table_offset: int
+
+
+def _slabs(heads: int, batch: int, queries: int, keys: int, ahead: int) -> list[Slab]:
+    """Cut the work; `ahead` ≥ 0 is how many keys precede query 0 (causal), −1: all keys visible."""
+    length = max(8, min(MAX_SLICE, queries, SLAB_ELEMENTS // max(1, batch * keys)))
+    group = max(1, min(heads, SLAB_ELEMENTS // max(1, batch * keys * length)))
+    found = []
+    for first in range(0, heads, group):
+        for start in range(0, queries, length):
+            stop = min(start + length, queries)
+            seen = keys if ahead < 0 else min(keys, ahead + stop)
+            found.append(
+                Slab(
+                    slice(first, min(first + group, heads)),
+                    slice(start, stop),
+                    seen,
+                    queries - stop,
+                )
+            )
+    return found
+
+
+class Work:
+    """Head-major, query-reversed views of the inputs, and scratch memory for one slab."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_magnitude: Tensor,
+        key_magnitude: Tensor,
+        tables: Tensor,
+        constants: Tensor,
+        bias: Tensor | None,
+        seed: Tensor,
+        flags: int,
+        ahead: int,
+        dropout: float,
+    ) -> None:
+        self.query = query.transpose(0, 1).flip(2).contiguous()
+        self.key = key.transpose(0, 1).contiguous()
+        self.value = value.transpose(0, 1).contiguous()
+        self.own = query_magnitude.transpose(0, 1).flip(2).contiguous()
+        self.magnitude = key_magnitude.transpose(0, 1).contiguous()
+        self.square = self.magnitude * self.magnitude
+        self.tables = tables.contiguous()
+        self.constants = constants
+        self.bias = bias
+        self.exponential = bool(flags & EXPONENTIAL)
+        self.radial = bool(flags & RADIAL)
+        self.shared = bool(flags & SHARED)
+        heads, batch, queries, _ = self.query.shape
+        self.slabs = _slabs(heads, batch, queries, key.shape[2], ahead)
+        self.size = max(
+            ((s.heads.stop - s.heads.start) * (s.queries.stop - s.queries.start) * s.keys)
+            for s in self.slabs
+        )
+        self.size *= batch
+        self.memory: dict[str, Tensor] = {}
+        self.dropout = dropout
+        self.generator = None
+        if dropout:
+            self.generator = torch.Generator(device=query.device)
+            # The seed is drawn on the host; reading it syncs no device.
+            self.generator.manual_seed(int(seed))
+
+    def rows(self, slab: Slab, reversed_tensor: Tensor) -> Tensor:
+        total = reversed_tensor.shape[2]
+        return reversed_tensor[
+            slab.heads, :, total - slab.queries.stop : total - slab.queries.start
+        ]
+
+    def scratch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.memory:
+            self.memory[name] = self.query.new_empty(self.size)
+        count = 1
+        for size in shape:
+            count *= size
+        return self.memory[name][:count].view(shape)
+
+    def table(self, which: int, slab: Slab) -> Tensor:
+        """A vector over lags as a (group, 1, slice, keys) table: strides (1, 1), no copy."""
+        width = self.tables.shape[2]
+        heads, length = slab.heads, slab.queries.stop - slab.queries.start
+        return torch.as_strided(
+            self.tables,
+            (heads.stop - heads.start, 1, length, slab.keys),
+            (width, 0, 1, 1),
+            (which * self.tables.shape[1] + heads.start) * width + slab.table_offset,
+        )
+
+    def constant(self, which: int, slab: Slab) -> Tensor:
+        return self.constants[which, slab.heads].reshape(-1, 1, 1, 1)
+
+    def bias_slice(self, slab: Slab) -> Tensor | None:
+        """The additive mask, (group or 1, batch or 1, slice or 1, keys)."""
+        if self.bias is None:
+            return None
+        part = self.bias if self.bias.shape[1] == 1 else self.bias[:, slab.heads]
+        if part.shape[2] > 1:
+            part = part[:, :, slab.queries].flip(2)
+        return part[..., : slab.keys].transpose(0, 1)
+
+
+class Intermediates(NamedTuple):
+    """What the backward pass reuses from a slab; (group, batch, slice, keys) each.
+
+    penalty is what the exponent c multiplies: log(1 + k S), or k S with exponential weights.
+    """
+
+    gap: Tensor
+    kappa: Tensor
+    log_kappa: Tensor
+    inner: Tensor
+    penalty: Tensor
+    attention: Tensor
+    kept: Tensor
+    dropped: Tensor | None
+    moved: Tensor | None = None
+    projected: Tensor | None = None
+    off: Tensor | None = None
+    radial_inner: Tensor | None = None
+    radial_penalty: Tensor | None = None
+    radial: Tensor | None = None
+
+
+def _bmm(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out=out.flatten(0, 1))
+    return out
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Σ left·right per head of a group, (group,)."""
+    group = left.shape[0]
+    return torch.bmm(left.reshape(group, 1, -1), right.reshape(group, -1, 1)).flatten()
+
+
+def forward_slab(work: Work, slab: Slab) -> Intermediates:
+    query, key = work.rows(slab, work.query), work.key[slab.heads, :, : slab.keys]
+    shape = (*query.shape[:3], slab.keys)
+    one = query.new_ones(())
+    gap, kappa, log_kappa, inner, penalty, attention, logits = (
+        work.scratch(name, shape)
+        for name in ("gap", "kappa", "log_kappa", "inner", "penalty", "attention", "logits")
+    )
+    torch.baddbmm(
+        one.expand(shape).flatten(0, 1),
+        query.flatten(0, 1),
+        key.flatten(0, 1).transpose(1, 2),
+        alpha=-1.0,
+        out=gap.flatten(0, 1),
+    )
+    gap.clamp_(min=0.0)
+    square = work.square[slab.heads, :, None, : slab.keys]
+    torch.addcmul(work.table(OFFSET, slab), square, work.table(SLOPE, slab), out=kappa)
+    torch.log(kappa, out=log_kappa)
+    torch.addcmul(
+        work.table(LOG_RATIO, slab), log_kappa, work.constant(TEMPERATURE, slab), out=logits
+    )
+    if work.exponential:
+        penalty = inner = torch.mul(kappa, gap, out=inner)
+    else:
+        torch.addcmul(one, kappa, gap, out=inner)
+        torch.log(inner, out=penalty)
+    logits.addcmul_(penalty, work.constant(EXPONENT, slab), value=-1.0)
+    bias = work.bias_slice(slab)
+    if bias is not None:
+        logits.add_(bias)
+    torch.softmax(logits, -1, out=attention)
+    kept, dropped = attention, None
+    if work.generator is not None:
+        dropped = work.scratch("dropped", shape)
+        dropped.bernoulli_(1.0 - work.dropout, generator=work.generator)
+        dropped.div_(1.0 - work.dropout)
+        kept = torch.mul(attention, dropped, out=work.scratch("kept", shape))
+    result = Intermediates(gap, kappa, log_kappa, inner, penalty, attention, kept, dropped)
+    if not work.radial:
+        return result
+    moved, projected = work.scratch("moved", shape), work.scratch("projected", shape)
+    magnitude = work.magnitude[slab.heads, :, None, : slab.keys]
+    torch.mul(magnitude, work.table(DECAY, slab), out=moved)
+    torch.addcmul(moved, moved, gap, value=-1.0, out=projected)
+    result = result._replace(moved=moved, projected=projected, radial=attention)
+    if work.shared:
+        return result
+    off, squared, radial_inner, radial = (
+        work.scratch(name, shape) for name in ("off", "squared", "radial_inner", "radial")
+    )
+    torch.sub(projected, work.rows(slab, work.own).unsqueeze(-1), out=off)
+    torch.mul(off, off, out=squared)
+    if work.exponential:
+        radial_penalty = torch.mul(squared, work.table(RHO, slab), out=radial_inner)
+        torch.sub(work.table(LOG_RHO, slab), radial_penalty, out=logits)
+    else:
+        torch.addcmul(one, squared, work.table(RHO, slab), out=radial_inner)
+        radial_penalty = torch.log(radial_inner, out=squared)
+        torch.addcmul(
+            work.table(LOG_RHO, slab),
+            radial_penalty,
+            work.constant(RADIAL_EXPONENT, slab),
+            value=-1.0,
+            out=logits,
+        )
+    if bias is not None:
+        logits.add_(bias)
+    torch.softmax(logits, -1, out=radial)
+    return result._replace(
+        off=off, radial_inner=radial_inner, radial_penalty=radial_penalty, radial=radial
+    )
+
+
+class Gradients:
+    """Accumulators of the backward pass, head-major like `Work`'s views."""
+
+    def __init__(self, work: Work) -> None:
+        self.query = torch.zeros_like(work.query)
+        self.key = torch.zeros_like(work.key)
+        self.value = torch.zeros_like(work.value)
+        self.own = torch.zeros_like(work.own)
+        self.magnitude = torch.zeros_like(work.magnitude)
+        self.tables = torch.zeros_like(work.tables)
+        self.constants = torch.zeros_like(work.constants)
+
+    def add_table(self, which: int, slab: Slab, values: Tensor) -> None:
+        """Sum (group, batch, slice, keys) over batch and over equal lags into a table's gradient.
+
+        Row r of a slice is shifted by r. Written into a band of a zero matrix one longer per row,
+        equal lags stand in one column.
+        """
+        group, _, length, keys = values.shape
+        width = keys + length - 1
+        band = values.new_zeros(group, length * (width + 1))
+        torch.sum(
+            values,
+            dim=1,
+            out=band.as_strided((group, length, keys), (length * (width + 1), width + 1, 1)),
+        )
+        columns = band[:, : length * width].view(group, length, width).sum(1)
+        self.tables[which, slab.heads, slab.table_offset : slab.table_offset + width] += columns
+
+
+class Upward(NamedTuple):
+    """Gradients that arrive, and the row means the softmax rule subtracts; query-reversed."""
+
+    direction: Tensor
+    magnitude: Tensor
+    row_mean: Tensor
+    radial_mean: Tensor
+
+
+def backward_slab(work: Work, slab: Slab, grads: Gradients, upward: Upward) -> None:
+    saved = forward_slab(work, slab)
+    heads, keys, shape = slab.heads, slab.keys, saved.gap.shape
+    direction = work.rows(slab, upward.direction)
+    magnitude = work.rows(slab, upward.magnitude).unsqueeze(-1)
+    temperature, exponent = work.constant(TEMPERATURE, slab), work.constant(EXPONENT, slab)
+
+    score = _bmm(
+        work.scratch("logits", shape), direction, work.value[heads, :, :keys].transpose(2, 3)
+    )
+    grads.value[heads, :, :keys] += saved.kept.transpose(2, 3) @ direction
+    if saved.dropped is not None:
+        score.mul_(saved.dropped)
+    if work.radial and work.shared:
+        assert saved.projected is not None
+        score.addcmul_(saved.projected, magnitude)
+    score.sub_(work.rows(slab, upward.row_mean).unsqueeze(-1))
+    score.mul_(saved.attention)  # ∂/∂L
+    grads.add_table(LOG_RATIO, slab, score)
+    grads.constants[TEMPERATURE, heads] += _dot(score, saved.log_kappa)
+    grads.constants[EXPONENT, heads] -= _dot(score, saved.penalty)
+
+    # c ∂/∂L ∂(penalty)/∂(k S), and from it ∂/∂k and ∂/∂cos.
+    kappa_grad, cosine_grad = work.scratch("log_kappa", shape), work.scratch("cosine_grad", shape)
+    if work.exponential:
+        pull = torch.mul(score, exponent, out=saved.inner)
+        torch.div(score, saved.kappa, out=kappa_grad)
+        kappa_grad.mul_(temperature).addcmul_(pull, saved.gap, value=-1.0)
+    else:
+        # k ∂/∂k = β score − c k S/(1 + k S) score = (β − c) score + pull
+        pull = torch.div(score, saved.inner, out=saved.inner).mul_(exponent)
+        torch.addcmul(pull, score, temperature - exponent, out=kappa_grad)
+        kappa_grad.div_(saved.kappa)
+    torch.mul(pull, saved.kappa, out=cosine_grad)
+    grads.add_table(OFFSET, slab, kappa_grad)
+    product = torch.mul(kappa_grad, work.square[heads, :, None, :keys], out=pull)
+    grads.add_table(SLOPE, slab, product)
+    torch.mul(kappa_grad, work.table(SLOPE, slab), out=product)
+    grads.magnitude[heads, :, :keys].addcmul_(
+        product.sum(2), work.magnitude[heads, :, :keys], value=2.0
+    )
+    if work.radial:
+        _backward_radial(work, slab, grads, upward, saved, cosine_grad)
+    grads_query = cosine_grad @ work.key[heads, :, :keys]
+    total = work.query.shape[2]
+    grads.query[heads, :, total - slab.queries.stop : total - slab.queries.start] = grads_query
+    grads.key[heads, :, :keys] += cosine_grad.transpose(2, 3) @ work.rows(slab, work.query)
+
+
+def _backward_radial(
+    work: Work,
+    slab: Slab,
+    grads: Gradients,
+    upward: Upward,
+    saved: Intermediates,
+    cosine_grad: Tensor,
+) -> None:
+    heads, keys, shape = slab.heads, slab.keys, saved.gap.shape
+    magnitude = work.rows(slab, upward.magnitude).unsqueeze(-1)
+    assert saved.projected is not None
+    assert saved.moved is not None
+    assert saved.radial is not None
+    if work.shared:
+        projected_grad = torch.mul(saved.radial, magnitude, out=work.scratch("off", shape))
+    else:
+        assert saved.off is not None
+        assert saved.radial_inner is not None
+        assert saved.radial_penalty is not None
+        projected_grad = torch.mul(saved.radial, magnitude, out=saved.radial)
+        score = saved.projected.sub_(work.rows(slab, upward.radial_mean).unsqueeze(-1))
+        score.mul_(projected_grad)  # ∂/∂L_R
+        grads.add_table(LOG_RHO, slab, score)
+        if work.exponential:
+            pull = score
+        else:
+            grads.constants[RADIAL_EXPONENT, heads] -= _dot(score, saved.radial_penalty)
+            pull = torch.div(score, saved.radial_inner, out=saved.radial_inner)
+            pull.mul_(work.constant(RADIAL_EXPONENT, slab))
+        pull.mul_(saved.off)
+        product = torch.mul(pull, saved.off, out=saved.off).neg_()
+        grads.add_table(RHO, slab, product)
+        off_grad = pull.mul_(work.table(RHO, slab)).mul_(-2.0)
+        total = work.own.shape[2]
+        grads.own[heads, :, total - slab.queries.stop : total - slab.queries.start] = -off_grad.sum(
+            -1
+        )
+        projected_grad.add_(off_grad)
+    cosine_grad.addcmul_(projected_grad, saved.moved)
+    # x = m_j E cos
+    moved_grad = projected_grad.addcmul_(projected_grad, saved.gap, value=-1.0)
+    product = torch.mul(moved_grad, work.table(DECAY, slab), out=saved.moved)
+    grads.magnitude[heads, :, :keys] += product.sum(2)
+    moved_grad.mul_(work.magnitude[heads, :, None, :keys])
+    grads.add_table(DECAY, slab, moved_grad)
+
+
+def multiply_rows(work: Work, slab: Slab, direction: Tensor, saved: Intermediates) -> None:
+    work.rows(slab, direction).copy_(saved.kept @ work.value[slab.heads, :, : slab.keys])

@@ -1,0 +1,126 @@
+"""One small all-reduce at the start of a step: who has a gradient, is it finite, what was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rpt.observers.staging import Committed
+
+from ..ownership import largest_entries
+
+__all__ = ["Findings", "exchange_findings"]
+
+
+class Findings(NamedTuple):
+    """What all ranks together found; the same on every rank.
+
+    Attributes:
+        present: per parameter whether any rank has a gradient.
+        missing: per parameter whether any rank has none.
+        peaks: per parameter the largest absolute entry of any rank's gradient; inf where one is not
+            finite.
+        observed: mean of all ranks' observations, weighted by their number.
+        refusals: ranks that cannot take this step (an error of their own).
+    """
+
+    present: list[bool]
+    missing: list[bool]
+    peaks: list[float]
+    observed: Committed
+    refusals: list[int]
+
+
+def exchange_findings(
+    parameters: Sequence[Tensor],
+    gradients: Mapping[int, Tensor],
+    observed: Committed,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    refuses: bool = False,
+) -> Findings:
+    """Combine every rank's findings: one all-reduce, and a second one if anything was observed.
+
+    Args:
+        parameters: the same on every rank, in the same order.
+        gradients: by id of the parameter, this rank's local parts.
+        observed: this rank's observations.
+        group: the ranks.
+        device: where the collective's buffer lives.
+        refuses: this rank raises an error and only tells the others.
+    """
+    count, size = len(parameters), dist.get_world_size(group)
+    index = {id(p): i for i, p in enumerate(parameters)}
+    here = [index[key] for key in gradients]
+    seen = {index[id(p)]: r for p, r in observed.ranks.items() if id(p) in index}
+    if observed.global_rank is not None:
+        seen[count] = observed.global_rank
+    # Rows: a gradient here, none here, largest entry, an observation; then one flag per rank.
+    vector = torch.zeros(4 * (count + 1) + size, dtype=torch.float64)
+    rows = vector[: 4 * (count + 1)].view(4, count + 1)
+    rows[1] = 1.0
+    rows[0, here], rows[1, here] = 1.0, 0.0
+    rows[3, list(seen)] = 1.0
+    vector[4 * (count + 1) + dist.get_rank(group)] = float(refuses)
+    vector = vector.to(device)
+    filled = [key for key, gradient in gradients.items() if gradient.numel()]
+    if filled:
+        peaks = largest_entries([gradients[key] for key in filled]).to(vector)
+        where = torch.tensor([index[key] for key in filled], device=device)
+        # The maximum of NaN and a number is not the same in every backend; that of infinity is.
+        vector[2 * (count + 1) + where] = peaks.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
+    # The host decides which parameters take part: the one synchronisation of a step's beginning.
+    numbers = vector.tolist()
+    table = [numbers[k * (count + 1) : (k + 1) * (count + 1)] for k in range(4)]
+    return Findings(
+        present=[flag > 0 for flag in table[0][:count]],
+        missing=[flag > 0 for flag in table[1][:count]],
+        peaks=table[2][:count],
+        observed=_mean_ranks(
+            parameters,
+            seen,
+            observed,
+            [i for i, flag in enumerate(table[3]) if flag],
+            group,
+            device,
+        ),
+        refusals=[rank for rank, flag in enumerate(numbers[4 * (count + 1) :]) if flag > 0],
+    )
+
+
+def _mean_ranks(
+    parameters: Sequence[Tensor],
+    seen: Mapping[int, Tensor],
+    observed: Committed,
+    anywhere: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Committed:
+    """Mean of all observations of all ranks, for the positions observed `anywhere`."""
+    if not anywhere:
+        return Committed({}, None, {})
+    sums = torch.zeros(2, len(anywhere), dtype=torch.float64)
+    for column, i in enumerate(anywhere):
+        if i in seen:
+            own = i < len(parameters)
+            sums[1, column] = observed.counts.get(parameters[i], 1) if own else 1
+    sums = sums.to(device)
+    columns = [column for column, i in enumerate(anywhere) if i in seen]
+    if columns:
+        values = torch.stack([seen[anywhere[column]].to(sums) for column in columns])
+        sums[0, columns] = values * sums[1, columns]
+    dist.all_reduce(sums, group=group)
+    means = sums[0] / sums[1]
+    named = [(column, i) for column, i in enumerate(anywhere) if i < len(parameters)]
+    return Committed(
+        ranks={parameters[i]: means[column] for column, i in named},
+        global_rank=means[-1] if anywhere[-1] == len(parameters) else None,
+        # That there was one is all that a cadence needs; how many would cost the host a wait.
+        counts={parameters[i]: 1 for _, i in named},
+    )

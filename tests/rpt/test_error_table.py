@@ -1,0 +1,37 @@
+"""Every message that the table of errors quotes is one that the code can say."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import rpt
+from rpt import observers
+
+TABLE = Path(__file__).parents[2] / "docs" / "errors.md"
+
+
+def spoken():
+    """All string literals of the optimizer and the observers, f-strings with their holes left out."""
+    for package in (rpt, observers):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(v.value for v in node.values if isinstance(v, ast.Constant))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def quoted():
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("| `"):
+            yield re.match(r"\| `([^`]+)`", line)[1]
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="the documentation is not beside the tests")
+def test_the_table_quotes_messages_that_exist():
+    texts = [*spoken(), "must be at least"]
+    missing = [q for q in quoted() if not any(q in text for text in texts)]
+    assert missing == []
+    assert len(list(quoted())) > 30

@@ -1,0 +1,137 @@
+"""The polar share against singular value decompositions in float64 and scipy's polar factor."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpt.polar import polar_factor, polar_schedule, polar_share
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+SHAPES = [(1, 1), (1, 9), (9, 1), (4, 4), (5, 8), (8, 5), (3, 70), (70, 3), (16, 16), (33, 16)]
+
+
+def random(shape, seed=0, dtype=torch.float64, batch=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def on_singular_values(matrix, schedule):
+    """What the steps do, one singular value at a time, in float64."""
+    u, s, vh = np.linalg.svd(matrix.double().numpy(), full_matrices=False)
+    scale = (s**8).sum() ** 0.125 if schedule.tight else np.linalg.norm(s)
+    s = s / scale
+    for a, b, c in schedule.steps:
+        s = a * s + b * s**3 + c * s**5
+    return u * s @ vh
+
+
+def test_the_published_schedule_is_five_equal_quintic_steps():
+    schedule = polar_schedule("quintic", 5)
+    assert schedule.steps == (QUINTIC,) * 5
+    assert not schedule.tight
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["quintic", "tight"])
+@pytest.mark.parametrize("steps", [2, 3, 5, 8])
+def test_steps_act_on_singular_values(shape, name, steps):
+    schedule = polar_schedule(name, steps)
+    matrix = random(shape)
+    actual = polar_factor(matrix, schedule)
+    for one, expected in zip(actual, matrix, strict=True):
+        np.testing.assert_allclose(one, on_singular_values(expected, schedule), atol=1e-8)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_tight_schedule_converges_to_scipys_polar_factor(shape):
+    schedule = polar_schedule("tight", 14)
+    matrix = random(shape)
+    actual = polar_factor(matrix, schedule)
+    for one, source in zip(actual, matrix, strict=True):
+        expected, _ = scipy.linalg.polar(source.numpy())
+        np.testing.assert_allclose(one, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e3])
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64)])
+def test_five_steps_come_as_near_as_measured(shape, condition):
+    u, _, vh = np.linalg.svd(random(shape)[0].numpy(), full_matrices=False)
+    s = np.geomspace(1, 1 / condition, min(shape))
+    matrix = torch.tensor(u * s @ vh)[None]
+    wanted = torch.tensor(u @ vh)
+    for name in ("quintic", "tight"):
+        found = polar_factor(matrix, polar_schedule(name, 5))[0]
+        error = ((found - wanted).norm() / wanted.norm()).item()
+        assert error < (0.35 if condition == 10 else 0.6), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["quintic", "tight"])
+def test_transposes_agree(shape, name):
+    schedule = polar_schedule(name, 5)
+    matrix = random(shape)
+    torch.testing.assert_close(polar_factor(matrix.mT, schedule).mT, polar_factor(matrix, schedule))
+
+
+@pytest.mark.parametrize("name", ["quintic", "tight"])
+@pytest.mark.parametrize("shape", [(4, 6), (4, 9), (5, 5)])
+def test_zero_matrices_stay_zero(name, shape):
+    schedule = polar_schedule(name, 5)
+    zero = torch.zeros(2, *shape)
+    assert not polar_factor(zero, schedule).any()
+    assert not polar_share(zero, torch.ones(2), schedule, 1e-7).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["quintic", "tight"])
+def test_share_follows_the_formula(shape, name):
+    schedule = polar_schedule(name, 5)
+    update = random(shape)
+    weight = torch.tensor([0.3, 1.0], dtype=torch.float64)
+    actual = polar_share(update, weight, schedule, 1e-7)
+    for one, u, alpha in zip(actual, update, weight, strict=True):
+        factor = torch.tensor(on_singular_values(u, schedule))
+        blend = (1 - alpha) * u + alpha * factor * u.norm() / factor.norm()
+        torch.testing.assert_close(one, blend * u.norm() / blend.norm(), rtol=1e-7, atol=1e-8)
+
+
+def test_weight_zero_is_the_update_bit_for_bit():
+    update = random((5, 8), dtype=torch.float32)
+    actual = polar_share(update, torch.tensor([0.0, 0.5]), polar_schedule("tight", 3), 1e-7)
+    assert torch.equal(actual[0], update[0])
+    assert not torch.equal(actual[1], update[1])
+
+
+def test_updates_below_the_threshold_are_left_alone():
+    update = 1e-9 * random((5, 8), dtype=torch.float32)
+    actual = polar_share(update, torch.ones(2), polar_schedule("quintic", 5), 1e-7)
+    assert torch.equal(actual, update)
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.sampled_from(["quintic", "tight"])
+)
+def test_length_is_kept_and_directions_commute_with_rotations(rows, cols, alpha, name):
+    schedule = polar_schedule(name, 5)
+    update = random((rows, cols), seed=rows * 13 + cols, batch=1)
+    weight = torch.tensor([alpha], dtype=torch.float64)
+    actual = polar_share(update, weight, schedule, 1e-7)
+    torch.testing.assert_close(actual.norm(), update.norm())
+    left = torch.linalg.qr(random((rows, rows), 1, batch=1)).Q
+    right = torch.linalg.qr(random((cols, cols), 2, batch=1)).Q
+    turned = polar_share(left @ update @ right, weight, schedule, 1e-7)
+    torch.testing.assert_close(turned, left @ actual @ right, rtol=1e-7, atol=1e-8)
+    # Descent is kept: the share never turns an update by ninety degrees.
+    assert (actual * update).sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "says"),
+    [("cubic", 5, "polar_schedule='cubic' must be"), ("tight", 1, "at least 2")],
+)
+def test_schedules_that_do_not_exist(name, steps, says):
+    with pytest.raises(ValueError, match=says):
+        polar_schedule(name, steps)
