@@ -9,7 +9,7 @@ from importlib import import_module
 COMMANDS = {
     "demo": ("rpt.demo.cli", "main", "train a small transformer with AdamW and with RPT"),
     "sites": ("rpt.observers.cli", "sites_main", "derive a model's observation sites"),
-    "report": ("rpt.observers.cli", "report_main", "print what an observer measures on a model"),
+    "report": ("rpt.observers.cli", "report_main", "draw a recorded run"),
 }
 
 
