@@ -119,9 +119,10 @@ def test_ddp_gives_the_numbers_of_a_single_process(ranks):
     results = run(_many, ranks, list(CONFIGURATIONS))
     for name, options in CONFIGURATIONS.items():
         alone = {k: v for k, v in options.items() if k not in ("ownership", "lr")}
-        dtype, tolerance = torch.float64, 1e-10
+        # Six steps amplify the rounding of the mean gradient, through roots of nearly singular metrics
+        # and polar factors of nearly singular updates; float64 shows that nothing else differs.
+        dtype, tolerance = torch.float64, 1e-8
         if name == "float32":
-            # Six steps amplify the rounding of the mean gradient; float64 shows that nothing else does.
             dtype, tolerance = torch.float32, 1e-3
         data = batches(6, dtype=dtype)
         expected, optimizer = single(data, dtype, accumulate=2 if name == "paper" else 1, **alone)
