@@ -79,6 +79,7 @@ class StackRegistry:
                 dtype=key[1],
                 device=key[2],
                 polar_prior=group["polar_prior"],
+                shape=(key[3], key[4]) if is_matrix else None,
                 ordinals=ordinals[key],
             )
             for i, parameter in enumerate(parameters):
@@ -108,5 +109,8 @@ def _stack_key(
     if shape is None:
         return (*common, vector_length_class(parameter.numel()))
     drifts = group["root_drift_threshold"] is not None
-    wide = padded_shape(*shape, backend(group["roots"]), dtype)
+    wide = (min(shape), max(shape))
+    if not drifts:
+        # The published rule keeps every matrix to itself: rounding then has no company either.
+        wide = padded_shape(*shape, backend(group["roots"]), dtype)
     return (*common, *wide, group["roots"], drifts)

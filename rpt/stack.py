@@ -77,6 +77,7 @@ class Stack:
         polar_prior: the polar weight of matrices that no observation has reached.
         ordinals: running number of each among all parameters like it, those of other ranks included:
             refreshes by age are spread by it, on every number of ranks alike.
+        shape: the stack's wide shape, at least every member's; None for the first member's own.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Stack:
         device: torch.device,
         polar_prior: float,
         ordinals: Sequence[int],
+        shape: tuple[int, int] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.ordinals = list(ordinals)
@@ -101,7 +103,7 @@ class Stack:
             self.tall, self.wide, self.padded = [False] * batch, [], False
         else:
             shapes = [matrix_shape(p) or (1, 1) for p in self.parameters]
-            self.rows, self.cols = padded_shape(*shapes[0], backend, dtype)
+            self.rows, self.cols = shape or (min(shapes[0]), max(shapes[0]))
             self.tall = [rows > cols for rows, cols in shapes]
             self.wide = [(min(shape), max(shape)) for shape in shapes]
             self.padded = any(shape != (self.rows, self.cols) for shape in self.wide)

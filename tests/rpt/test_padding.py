@@ -29,6 +29,7 @@ def trajectory(monkeypatch, small_side, dtype=torch.float32, **options):
 def test_padding_changes_no_step(monkeypatch, preset, roots):
     # By age, refreshes are spread over a stack's members: only a refresh at every step is the same.
     options = {"preset": preset, "roots": roots, "polar_prior": 0.6, "max_root_staleness": 1}
+    options |= {"root_drift_threshold": None}
     padded_optimizer, padded = trajectory(monkeypatch, 64, **options)
     alone_optimizer, alone = trajectory(monkeypatch, 0, **options)
     homes = {id(padded_optimizer._registry.home(p)[0]) for p in padded}
@@ -54,4 +55,9 @@ def test_a_backend_that_does_not_pad_is_left_alone(monkeypatch):
 
 def test_double_precision_is_left_alone(monkeypatch):
     optimizer, parameters = trajectory(monkeypatch, 64, dtype=torch.float64)
+    assert not any(optimizer._registry.home(p)[0].padded for p in parameters)
+
+
+def test_the_published_rule_is_left_alone(monkeypatch):
+    optimizer, parameters = trajectory(monkeypatch, 64, preset="paper")
     assert not any(optimizer._registry.home(p)[0].padded for p in parameters)
