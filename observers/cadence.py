@@ -71,6 +71,7 @@ class Cadence:
         self._turned = None
         if event is not None:
             event.synchronize()
+        # On the host by now: the CPU's own, or copied by the step before and waited for just above.
         for parameter, q in zip(watched, values.tolist(), strict=True):
             if q >= self.coherence_threshold:
                 self._low.discard(parameter)

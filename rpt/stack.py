@@ -95,7 +95,6 @@ class Stack:
         self.ordinals = list(ordinals)
         self.backend = backend
         self.dtype, self.device = dtype, device
-        self.position = {id(p): i for i, p in enumerate(self.parameters)}
         batch = len(self.parameters)
         if backend is None:
             self.rows = 1

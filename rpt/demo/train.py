@@ -126,6 +126,7 @@ def _windows(text: Tensor, starts: Tensor, context: int, device: str) -> tuple[T
 def _plain_number(value: object) -> float:
     if value is None:
         return math.nan
+    # Telemetry for the curves, read at evaluations only.
     return float(value.item() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
 
 

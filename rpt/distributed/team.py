@@ -334,7 +334,7 @@ class Team:
                     record.setdefault("last_root_step", 0)
                     record.setdefault("root_refreshes", 0)
                 self._linked[i] = record
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # where a host read waits for nothing
             for i, refreshed in zip(remote, self._facts[remote, 2].tolist(), strict=True):
                 if refreshed:
                     record = self.optimizer.state[self.parameters[i]]

@@ -107,8 +107,7 @@ class FullRoots(KroneckerRoots):
 
     Attributes:
         drift_from: what drift is measured from where a threshold asks for it: "exact" (a copy of
-            each factor at the last refresh),
-            "sketch" (its image under four probes) or "age" (never measured).
+            each factor at the last refresh), "sketch" (its image under four probes) or "age" (never).
     """
 
     drift_from: Drift = "exact"
@@ -189,7 +188,6 @@ class NoRoots(KroneckerRoots):
 
 # Sides are settings only: one object serves every step.
 _block_side = cache(BlockSide)
-
 
 _NAMES: dict[type, str] = {
     FullRoots: "full",
