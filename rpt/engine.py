@@ -164,8 +164,7 @@ def _start(
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]
-    shape = (stack.rows, stack.cols)
-    return take_step(item.working, gradient, sizes, shape, stack.backend, members, item.rule)
+    return take_step(item.working, gradient, sizes, stack.layout, stack.backend, members, item.rule)
 
 
 def _observe(
@@ -203,7 +202,7 @@ def deliver(item: StackWork, state: Mapping[Tensor, dict[str, Any]], ownership: 
     assert step is not None
     decay, rate = step_size(group, stack.device, stack.dtype)
     stack.write_back(item.working, item.index)
-    updates = [stack.unpack(row, i) for i, row in zip(item.members, step.update, strict=True)]
+    updates = stack.updates(item.members, step.update)
     ownership.deliver(item.parameters, updates, decay, rate, step)
     refreshed = set(step.refreshed)
     for k, parameter in enumerate(item.parameters):

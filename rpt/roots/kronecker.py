@@ -30,6 +30,8 @@ Drift = Literal["exact", "sketch", "age"]
 class KroneckerRoots(RootBackend):
     """A metric made of two sides; subclasses say which kind of side a length gets."""
 
+    any_strides = True
+
     def side(self, size: int, other: int) -> Side:
         """The representation of a side of `size` entries facing one of `other`."""
         raise NotImplementedError

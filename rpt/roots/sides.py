@@ -98,17 +98,26 @@ class BlockSide:
                 state[f"{name}{suffix}_reference"] = like.new_zeros(*shape[:-1], width)
         return state
 
-    def _rows(self, gradient: Tensor, first: int, count: int, rows: int) -> Tensor:
-        """The gradient's rows of one piece as (b·count, rows, other)."""
+    def _parts(
+        self, gradient: Tensor, first: int, count: int, rows: int
+    ) -> list[tuple[int | None, Tensor]]:
+        """The gradient's rows of one piece: (None, all blocks as one (b·count, rows, other)), or one
+        (k, (b, rows, other)) per block where a single batch would have to be copied together."""
         part = gradient[:, first : first + count * rows]
-        return part.reshape(-1, rows, gradient.shape[-1])
+        if count == 1:
+            return [(None, part)]
+        if part.is_contiguous():
+            return [(None, part.view(-1, rows, part.shape[-1]))]
+        return [(k, part[:, k * rows : (k + 1) * rows]) for k in range(count)]
 
     def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
         other = gradient.shape[-1]
         for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
-            part = self._rows(gradient, first, count, rows)
-            factor = state[name + suffix].view(-1, rows, rows)
-            factor.baddbmm_(part, part.mT, beta=beta2, alpha=(1.0 - beta2) / other)
+            factor = state[name + suffix]
+            parts = self._parts(gradient, first, count, rows)
+            for k, part in parts:
+                view = factor.flatten(0, 1) if k is None else factor[:, k]
+                view.baddbmm_(part, part.mT, beta=beta2, alpha=(1.0 - beta2) / other)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         if self.drift_from == "age":
@@ -151,12 +160,28 @@ class BlockSide:
         return Refresh(torch.stack(conditions).amax(0), torch.stack(failures).any(0))
 
     def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
-        parts = []
-        for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
-            root = state[f"{name}{suffix}_root"].view(-1, rows, rows)
-            part = torch.bmm(root, self._rows(gradient, first, count, rows))
-            parts.append(part.view(gradient.shape[0], count * rows, -1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        pieces = self.pieces(gradient.shape[-2])
+        # The result keeps the gradient's memory layout: no later operation then has to copy it. Roots
+        # are symmetric, so that they may stand on either side.
+        flipped = not gradient.is_contiguous() and gradient.mT.is_contiguous()
+        if len(pieces) == 1 and (pieces[0][2] == 1 or gradient.is_contiguous()):
+            _, _, count, rows = pieces[0]
+            root = state[f"{name}_root"].view(-1, rows, rows)
+            if flipped:
+                return torch.bmm(gradient.mT, root).mT
+            return torch.bmm(root, gradient.view(-1, rows, gradient.shape[-1])).view_as(gradient)
+        out = torch.empty_like(gradient.mT if flipped else gradient)
+        whole = out.mT if flipped else out
+        for suffix, first, count, rows in pieces:
+            root = state[f"{name}{suffix}_root"]
+            for k in range(count):
+                rows_of = slice(first + k * rows, first + (k + 1) * rows)
+                part = gradient[:, rows_of]
+                if flipped:
+                    whole[:, rows_of].mT.baddbmm_(part.mT, root[:, k], beta=0.0)
+                else:
+                    whole[:, rows_of].baddbmm_(root[:, k], part, beta=0.0)
+        return whole
 
 
 def _probes(factor: Tensor) -> Tensor:
