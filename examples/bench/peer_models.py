@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from rpt.geometry.self_context import ContextMLP
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rpt.demo.model import LanguageModel
-from rpt.geometry.self_context import ContextMLP
 
 __all__ = ["MODELS", "Workload"]
 

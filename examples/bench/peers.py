@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from peer_models import MODELS, Workload  # isort: skip
