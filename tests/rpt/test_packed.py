@@ -38,7 +38,7 @@ def test_the_relative_change_is_that_of_whole_matrices():
     assert not relative_change_packed(zero, zero, 6).any()
 
 
-@pytest.mark.parametrize("rows,cols", [(96, 96), (64, 256)])
+@pytest.mark.parametrize(("rows", "cols"), [(96, 96), (64, 256)])
 def test_a_full_metric_takes_a_root_and_a_triangle_per_side(rows, cols):
     taken = FullRoots(drift_from="age").state_bytes(rows, cols)
     assert taken == 4 * (rows**2 + packed_length(rows) + cols**2 + packed_length(cols))
