@@ -4,8 +4,9 @@
     torchrun --standalone --nproc-per-node 2 examples/distributed_lm.py --strategy fsdp --save out/lm
 
 Runs on CPUs (gloo) and GPUs (NCCL) alike. Every rank prints what it owned, its state in memory, the
-bytes it sent per step, how long its optimizer steps took and its highest memory. With `--save` the run writes a sharded
-checkpoint at its end; with `--resume` it starts from one, on any number of processes.
+bytes it sent per step, how long its optimizer steps took and its highest memory. With `--save` the
+run writes a sharded checkpoint at its end; with `--resume` it starts from one, on any number of
+processes.
 """
 
 import argparse
