@@ -4,12 +4,15 @@
     torchrun --standalone --nproc-per-node 2 examples/distributed_lm.py --strategy fsdp --save out/lm
 
 Runs on CPUs (gloo) and GPUs (NCCL) alike. Every rank prints what it owned, its state in memory, the
-bytes it sent per step, and how long its optimizer steps took. With `--save` the run writes a sharded
-checkpoint at its end; with `--resume` it starts from one, on any number of processes.
+bytes it sent per step, how long its optimizer steps took and its highest memory. With `--save` the
+run writes a sharded checkpoint at its end; with `--resume` it starts from one, on any number of
+processes.
 """
 
 import argparse
 import os
+import resource
+import sys
 import time
 
 import torch
@@ -54,6 +57,15 @@ def wrap(model: LanguageModel, strategy: str, device: torch.device) -> nn.Module
     return fully_shard(model, mesh=mesh)
 
 
+def peak_memory(device: torch.device) -> str:
+    """The most memory this rank has held: of the device's own, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB of tensors"
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"{most / 2**20:.0f} MiB of process"
+
+
 def main() -> None:
     options = arguments()
     on_gpu = torch.cuda.is_available()
@@ -90,30 +102,42 @@ def main() -> None:
     generator = torch.Generator().manual_seed(
         1
     )  # the same batches on every rank, then its own share
-    step_seconds, started = 0.0, time.perf_counter()
+    step_seconds = step_work = 0.0
+    started, worked = time.perf_counter(), time.process_time()
     for step in range(options.steps):
         starts = torch.randint(len(text) - options.context, (options.batch,), generator=generator)
         windows = text[starts.chunk(size)[rank][:, None] + torch.arange(options.context + 1)]
         codes = windows.long().to(device)
         loss = nn.functional.cross_entropy(net(codes[:, :-1]).flatten(0, 1), codes[:, 1:].flatten())
         loss.backward()
-        began = time.perf_counter()
+        began, work_began = time.perf_counter(), time.process_time()
         optimizer.step()
         if on_gpu:
             torch.cuda.synchronize()
         step_seconds += time.perf_counter() - began
+        step_work += time.process_time() - work_began
         optimizer.zero_grad()
         if step % 10 == 9 or step == options.steps - 1:
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             if rank == 0:
                 print(f"step {step + 1:4d}  training loss {float(mean) / size:.4f}", flush=True)
-    seconds = time.perf_counter() - started
+    # Milliseconds per step, by the clock and of this process's own work: the rest is waiting.
+    wall, work, step_wall, step_own = (
+        1e3 * total / options.steps
+        for total in (
+            time.perf_counter() - started,
+            time.process_time() - worked,
+            step_seconds,
+            step_work,
+        )
+    )
     mine = report(optimizer)
     line = (
-        f"rank {rank}: {seconds / options.steps * 1e3:.0f} ms per step, of which the optimizer "
-        f"{step_seconds / options.steps * 1e3:.0f} ms; owns {mine['parameters']} parameters, "
-        f"{mine['state_bytes'] / 2**20:.2f} MiB of state; sends {mine['wire_bytes'] / 2**20:.2f} MiB"
+        f"rank {rank}: {wall:.0f} ms per step ({work:.0f} of CPU), of which the optimizer "
+        f"{step_wall:.0f} ({step_own:.0f}); owns {mine['parameters']} parameters, "
+        f"{mine['state_bytes'] / 2**20:.2f} MiB of state; sends {mine['wire_bytes'] / 2**20:.2f} MiB; "
+        f"peak {peak_memory(device)}"
     )
     lines = [None] * size
     dist.all_gather_object(lines, line)

@@ -4,7 +4,9 @@ A step that never happens (loss-scale overflow, an exception, an abandoned backw
 trace, and nobody announces it. So statistics are staged, `commit` hands them over once, and what an
 earlier backward left behind is recognised by its gradient: when a new backward begins and a
 parameter's `grad` is None although statistics of an earlier backward are staged for it, those
-belong to gradients that were thrown away, and go too.
+belong to gradients that were thrown away, and go too. A sharded parameter whose gradient had not
+arrived when that backward ended is no such case: FSDP2 keeps it elsewhere until the micro-batch that
+synchronises.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class ObservationStage:
         self._global: list[_Entry] = []
         self._running: set[int] = set()
         self._backward = 0
+        self._awaited: set[Tensor] = set()
 
     def __len__(self) -> int:
         """The number of observations staged."""
@@ -125,6 +128,7 @@ class ObservationStage:
         """Drop everything staged."""
         self._own, self._global = {}, []
         self._running.clear()
+        self._awaited = set()
 
     def drop(self, parameter: Tensor) -> None:
         """Drop what is staged for one parameter."""
@@ -145,14 +149,18 @@ class ObservationStage:
             self._drop_discarded()
         if task != -1:
             self._running.add(task)
-            running = self._running
             torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-                lambda: running.discard(task)
+                lambda: self._end_backward(task)
             )
+
+    def _end_backward(self, task: int) -> None:
+        """Runs after FSDP2's own callback, which was queued before the first tap was reached."""
+        self._running.discard(task)
+        self._awaited = {p for p in self._own if hasattr(p, "device_mesh") and p.grad is None}
 
     def _drop_discarded(self) -> None:
         for parameter, group in list(self._own.items()):
-            if parameter.grad is None:
+            if parameter.grad is None and parameter not in self._awaited:
                 kept = [entry for entry in group if entry.backward is None]
                 if kept:
                     self._own[parameter] = kept

@@ -113,7 +113,10 @@ class SteppingOptimizer(ObservingOptimizer):
         for g, group in enumerate(self.param_groups):
             if group["gain_rate"]:
                 group["gain"] = group_gain(group, [o for o in outcomes if o.group == g])
-        if self._attachment is not None:
+        # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
+        # led to: nothing was to be observed.
+        made_up = bool(peaks) and not any(peaks)
+        if self._attachment is not None and not made_up:
             self._attachment.after_step(
                 {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
             )

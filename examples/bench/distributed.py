@@ -49,9 +49,13 @@ def _build(mode: str, width: int, layers: int) -> tuple[nn.Module, rpt.ResidualP
 
 
 def _time_steps(mode: str, width: int, layers: int, steps: int) -> dict[str, float]:
-    """Median seconds of `step()` with given gradients; no model is run, so nothing else is timed."""
+    """Seconds of `step()` with given gradients; no model is run, so nothing else is timed.
+
+    By the clock (median over steps, which holds the waiting for other ranks) and of this process's own
+    processor time (mean over steps, so that root refreshes count with their share).
+    """
     model, optimizer = _build(mode, width, layers)
-    seconds = []
+    seconds, work = [], []
     for n in range(steps + 2):
         generator = torch.Generator().manual_seed(n)
         for p in model.parameters():
@@ -61,8 +65,9 @@ def _time_steps(mode: str, width: int, layers: int, steps: int) -> dict[str, flo
             (p.grad.to_local() if hasattr(p, "to_local") else p.grad).copy_(gradient)
         if dist.is_initialized():
             dist.barrier()
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         optimizer.step()
+        work.append(time.process_time() - worked)
         if dist.is_initialized():
             dist.barrier()
         seconds.append(time.perf_counter() - started)
@@ -73,6 +78,8 @@ def _time_steps(mode: str, width: int, layers: int, steps: int) -> dict[str, flo
     ordered = sorted(seconds[2:])
     return {
         "seconds": ordered[len(ordered) // 2],
+        "mean": sum(seconds[2:]) / len(seconds[2:]),
+        "work": sum(work[2:]) / len(work[2:]),
         "state": sum(t.numel() * t.element_size() for t in state),
         "wire": mine["wire_bytes"],
         "balance": mine["teams"][0]["balance"] if mine.get("teams") else 1.0,
@@ -98,10 +105,21 @@ def measure(counts: list[int], width: int, layers: int, steps: int) -> None:
     size = sum(p.numel() for p in _build("single", width, layers)[0].parameters())
     print(f"width {width}, {layers} layers, {size / 1e6:.1f} M parameters, {os.cpu_count()} cores")
     print(
-        f"{'mode':12}{'processes':>10}{'step':>10}{'ratio':>8}{'state/rank':>12}{'sent/rank':>12}{'planned':>9}"
+        f"{'mode':12}{'processes':>10}{'step':>9}{'mean':>9}{'ratio':>7}{'CPU':>9}{'ratio':>7}"
+        f"{'state/rank':>12}{'sent/rank':>11}{'planned':>9}"
     )
-    row = "{:12}{:>10}{:>8.0f}ms{:>8.2f}{:>9.1f}MiB{:>9.1f}MiB{:>9.2f}"
-    print(row.format("single", 1, alone["seconds"] * 1e3, 1.0, alone["state"] / 2**20, 0.0, 1.0))
+
+    def show(mode: str, count: int, results: list[dict[str, float]]) -> None:
+        mean, work = (max(r[key] for r in results) for key in ("mean", "work"))
+        print(
+            f"{mode:12}{count:>10}{max(r['seconds'] for r in results) * 1e3:>7.0f}ms{mean * 1e3:>7.0f}ms"
+            f"{mean / alone['mean']:>7.2f}{work * 1e3:>7.0f}ms{work / alone['work']:>7.2f}"
+            f"{max(r['state'] for r in results) / 2**20:>9.1f}MiB"
+            f"{max(r['wire'] for r in results) / 2**20:>8.1f}MiB{results[0]['balance']:>9.2f}",
+            flush=True,
+        )
+
+    show("single", 1, [alone])
     for mode in ("owner", "fsdp", "replicated"):
         for count in counts:
             if count == 1 or (mode == "replicated" and count != 2):
@@ -110,19 +128,7 @@ def measure(counts: list[int], width: int, layers: int, steps: int) -> None:
                 args = (count, folder, mode, width, layers, steps)
                 mp.start_processes(_rank, args, nprocs=count, start_method="fork")
                 results = [torch.load(Path(folder) / f"{r}") for r in range(count)]
-            seconds = max(r["seconds"] for r in results)
-            print(
-                row.format(
-                    mode,
-                    count,
-                    seconds * 1e3,
-                    seconds / alone["seconds"],
-                    max(r["state"] for r in results) / 2**20,
-                    max(r["wire"] for r in results) / 2**20,
-                    results[0]["balance"],
-                ),
-                flush=True,
-            )
+            show(mode, count, results)
 
 
 # -- simulated --------------------------------------------------------------------------------------
@@ -324,7 +330,7 @@ def main() -> None:
     parser.add_argument("--costs", action="store_true")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rate", type=float, default=2e14)
     parser.add_argument("--bandwidth", type=float, default=5e10)
     parser.add_argument("--output", help="file of the simulation's plot")

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .base import AttentionWeights, FilterAttention, TokenStream, quarantine, unit
+from .base import (
+    AttentionOptions,
+    AttentionWeights,
+    FilterAttention,
+    TokenStream,
+    check_choice,
+    quarantine,
+    unit,
+)
 from .cache import FilterCache
 from .dense import PolarEstimate, PolarInputs
 from .logits import PolarSettings
-from .model import multiply_by_i
 from .parameters import (
     DecayRates,
     FilterScalars,
@@ -21,24 +28,14 @@ from .parameters import (
     decay_rates,
 )
 from .paths import Request, estimate
-from .sphere import tangent_project
-from .standard import standard_attention
-from .transport import apply_rotation, rotation
+from .standard import standard_attention, standard_scale
+from .transport import apply_rotation, context_angles, rotation
+from .update import FilterStep, across, bayes_gain
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FilterStep", "PolarAttention"]
-
-
-class FilterStep(NamedTuple):
-    """The result of one filtering step.
-
-    output: (batch, tokens, d_model), the increment of the residual stream, in the input's dtype.
-    weights: attention weights, or None.
-    log_precision: with gain="bayes", log λ⁺ of each token's direction, (batch, heads, tokens).
-    """
-
-    output: Tensor
-    weights: AttentionWeights | None
-    log_precision: Tensor | None
 
 
 class PolarAttention(FilterAttention):
@@ -50,15 +47,8 @@ class PolarAttention(FilterAttention):
     remains is softmax attention with rotary positions.
 
     Args:
-        d_model: features of the residual stream.
-        num_heads: heads H.
-        head_dim: complex features d per head, default d_model // num_heads: the projections then
-            map d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads)
-            gives the widths, and the parameters, of ordinary attention.
-        causal: whether a token sees only tokens not later than itself, by time.
-        dropout: dropout on the directional weights A_T while training.
-        base, conjugate_frequencies, learn_frequencies: angular frequencies, see
-            `transport.rotary_frequencies`; they stay float32 whatever the module is cast to.
+        d_model, num_heads, head_dim, causal, dropout, base, conjugate_frequencies,
+            learn_frequencies: as `base.FilterAttention` says.
         weights: "student_t" or "exponential" influence weights.
         magnitude_precision: precision κ grows with the square of the transported magnitude.
         decay: magnitudes and variances decay at a learned rate per head; a quarter of the heads
@@ -86,12 +76,6 @@ class PolarAttention(FilterAttention):
         d_model: int,
         num_heads: int,
         *,
-        head_dim: int | None = None,
-        causal: bool = True,
-        dropout: float = 0.0,
-        base: float = 10000.0,
-        conjugate_frequencies: bool = True,
-        learn_frequencies: bool = False,
         weights: Literal["student_t", "exponential"] = "student_t",
         magnitude_precision: bool = True,
         decay: bool = True,
@@ -110,6 +94,7 @@ class PolarAttention(FilterAttention):
         temperature: float = 1.0,
         step: float = 0.5,
         backend: Literal["auto", "dense", "chunked", "flex"] = "auto",
+        **options: Unpack[AttentionOptions],
     ) -> None:
         for name, value, choices in (
             ("weights", weights, ("student_t", "exponential")),
@@ -119,22 +104,10 @@ class PolarAttention(FilterAttention):
             ("gain", gain, ("learned", "bayes")),
             ("m_units", m_units, ("rms", "raw")),
         ):
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+            check_choice(name, value, choices)
         if process_noise < 0 or (process_noise and not decay):
             raise ValueError("process_noise needs decay=True and a value ≥ 0")
-        super().__init__(
-            d_model,
-            num_heads,
-            head_dim=head_dim,
-            causal=causal,
-            dropout=dropout,
-            base=base,
-            conjugate_frequencies=conjugate_frequencies,
-            learn_frequencies=learn_frequencies,
-            rotary=True,
-            backend=backend,
-        )
+        super().__init__(d_model, num_heads, backend=backend, **options)
         self.settings = PolarSettings(
             weights,
             magnitude_precision,
@@ -170,7 +143,7 @@ class PolarAttention(FilterAttention):
             scalars["query_radial"] = PositiveParameter(1.0, per_head)
             scalars["inflation_radial"] = PositiveParameter(1.0, per_head)
             scalars["nu_radial"] = PositiveParameter(nu, per_head)
-        self.scalars = nn.ModuleDict({k: v for k, v in scalars.items() if v is not None})
+        self._hold_scalars(scalars)
         if normalize:
             self.query_gain = PositiveParameter(1.0)
             self.key_gain = PositiveParameter(1.0)
@@ -219,20 +192,11 @@ class PolarAttention(FilterAttention):
 
     def filter_scalars(self) -> FilterScalars:
         """The current values of Algorithm 1's parameters, each (heads,), float32 or better."""
-        reference = next(iter(self.scalars.parameters()))
-        ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
-        zero_where_absent = ("decay", "process_noise")
-        values = {
-            name: self.scalars[name]()
-            if name in self.scalars
-            else (ones * 0 if name in zero_where_absent else ones)
-            for name in FilterScalars._fields
-            if name != "sphere_scale"
-        }
-        scale = ones / self.head_dim if self.m_units == "raw" else ones
+        found = self._read_scalars()
+        scale = found.sphere_scale / self.head_dim if self.m_units == "raw" else found.sphere_scale
         if self.normalize:
             scale = scale * (self.query_gain() * self.key_gain())
-        return FilterScalars(**values, sphere_scale=scale)
+        return found._replace(sphere_scale=scale)
 
     def forward(
         self,
@@ -309,13 +273,7 @@ class PolarAttention(FilterAttention):
         if memory is not None and self.context_projection is not None:
             raise ValueError("context-dependent rotations follow one stream; pass no memory")
         view = stream.view
-        if view.padding is not None and memory is None:
-            x = x.masked_fill(view.padding[:, -x.shape[1] :, None], 0.0)
-        if view.padding is not None and memory is not None:
-            memory = memory.masked_fill(view.padding[..., None], 0.0)
-        source = x if memory is None else memory
-        query, key = self.query_projection(x), self.key_projection(source)
-        value = self.value_projection(source)
+        x, memory, query, key, value = self._project(x, memory, view.padding)
         own = value if memory is None else self.value_projection(x)
         context = None if self.context_projection is None else self.context_projection(x)
         with torch.autocast(device_type=x.device.type, enabled=False):
@@ -348,7 +306,9 @@ class PolarAttention(FilterAttention):
         key_angles = query_angles if own is None else self._angles(view.key_times)
         extra: tuple[Tensor, ...] = ()
         if context is not None:
-            turned = self._context_angles(context, view.padding, cache, layer)
+            before = None if cache is None else cache.committed(layer)
+            earlier = None if before is None else before[3]
+            turned = context_angles(context, self.num_heads, view.padding, earlier)
             query_angles = key_angles = query_angles + turned
             extra = (turned,)
         turn = rotation(query_angles, query.dtype)
@@ -391,28 +351,12 @@ class PolarAttention(FilterAttention):
             direction = apply_rotation(direction, *turn, inverse=True)
         return norm if self.m_units == "raw" else norm / math.sqrt(self.head_dim), direction
 
-    def _context_angles(
-        self, increments: Tensor, padding: Tensor | None, cache: FilterCache | None, layer: int
-    ) -> Tensor:
-        """Cumulative context angles of the new tokens, float64, (batch, heads, tokens, d)."""
-        work = torch.float32 if increments.device.type == "mps" else torch.float64
-        steps = increments.to(work).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        if padding is not None:
-            steps = steps.masked_fill(padding[:, None, -steps.shape[2] :, None], 0.0)
-        angles = steps.cumsum(2)
-        before = None if cache is None else cache.committed(layer)
-        return angles if before is None else angles + before[3][:, :, -1:]
-
     def _estimate(
         self, inputs: PolarInputs, stream: TokenStream, scalars: FilterScalars, need_weights: bool
     ) -> PolarEstimate:
         dropout = self.dropout if self.training else 0.0
         if self.is_standard and (not self.normalize or self.backend == "auto"):
-            scale = scalars.temperature * scalars.sphere_scale * 2.0 / scalars.nu_tangential
-            variance = scalars.key_tangential + scalars.inflation_tangential
-            scale = scale / (variance + scalars.query_tangential)
-            if not self.normalize:
-                scale = scale / self.head_dim
+            scale = standard_scale(scalars, 1 if self.normalize else self.head_dim)
             return standard_attention(inputs, stream.view, scale, dropout, need_weights)
         request = Request(
             self.backend,
@@ -434,34 +378,22 @@ class PolarAttention(FilterAttention):
         """Algorithm 1, step 7, in the rotated frame: α P_T(V)V̄ + β(m̄ − m)V, V at length r."""
         direction, log_precision = found.direction, None
         if self.tangent:
-            across = tangent_project(own, direction)
-            if self.settings.exact:
-                # The complex projector removes the component along iV, too.
-                across = tangent_project(multiply_by_i(own), across)
-            direction = across
+            direction = across(own, direction, exact=self.settings.exact)
         if self.gain == "bayes":
             assert found.log_precision is not None
-            gain, log_precision = self._bayes_gain(found.log_precision, prior_log_precision)
+            gain, log_precision = bayes_gain(
+                found.log_precision,
+                prior_log_precision,
+                carry=self.prior_carry(),
+                floor=self.prior_precision(),
+            )
             update = gain.unsqueeze(-1) * direction
         else:
             update = self.directional_step().to(own.dtype)[:, None, None] * direction
         if self.settings.radial != "off":
-            correction = self.radial_step().to(own.dtype)[:, None] * (
-                found.magnitude - own_magnitude
-            )
-            update = update + correction.unsqueeze(-1) * own
+            step = self.radial_step().to(own.dtype)[:, None]
+            update = update + (step * (found.magnitude - own_magnitude)).unsqueeze(-1) * own
         length = math.sqrt(self.head_dim)
         if self.normalize:
-            update = update * (self.value_gain().to(own.dtype) * length)
-        else:
-            update = update * length
-        return update, log_precision
-
-    def _bayes_gain(self, log_found: Tensor, log_before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K = λ_ū/(λ⁻ + λ_ū) and log λ⁺ = log(λ⁻ + λ_ū), λ⁻ = carry·λ⁺_before + λ_0 (G.3)."""
-        floor = torch.log(self.prior_precision()).to(log_found.dtype)[:, None].expand_as(log_found)
-        prior = floor
-        if log_before is not None:
-            carry = torch.log(self.prior_carry()).to(log_found.dtype)[:, None]
-            prior = torch.logaddexp(log_before.to(log_found.dtype) + carry, floor)
-        return torch.sigmoid(log_found - prior), torch.logaddexp(log_found, prior)
+            return update * (self.value_gain().to(own.dtype) * length), log_precision
+        return update * length, log_precision

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from .cache import FilterCache
 from .masks import Visibility, check_attention_mask, check_padding_mask, rows_that_see
-from .parameters import RotaryFrequencies
+from .parameters import FilterScalars, RotaryFrequencies
 from .transport import apply_rotation, check_times, relative_times, rotation, rotation_angles
 
-__all__ = ["AttentionWeights", "FilterAttention", "TokenStream"]
+__all__ = [
+    "AttentionOptions",
+    "AttentionWeights",
+    "FilterAttention",
+    "TokenStream",
+    "check_choice",
+    "quarantine",
+    "rotate_pair",
+    "rotation",
+    "unit",
+]
 
 BACKENDS = ("auto", "dense", "chunked", "flex")
 SMALLEST_NORM = 1e-6
@@ -40,26 +51,55 @@ class TokenStream(NamedTuple):
     all_padding: Tensor | None
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Keywords that all filter attention layers share; `FilterAttention` documents them."""
+
+    head_dim: int | None
+    causal: bool
+    dropout: float
+    base: float
+    conjugate_frequencies: bool
+    learn_frequencies: bool
+
+
 class FilterAttention(nn.Module):
     """Multi-head scaffold over lifted complex heads; subclasses say what is estimated.
 
     Inputs are (batch, tokens, d_model). Weights are plain bias-free linear maps, real to complex
     and back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
+
+    Args:
+        d_model: features of the residual stream.
+        num_heads: heads H.
+        head_dim: complex features d per head, default d_model // num_heads: the projections then
+            map d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads)
+            gives the widths, and the parameters, of ordinary attention.
+        causal: whether a token sees only tokens not later than itself, by time.
+        dropout: dropout on the (directional) attention weights while training.
+        base, conjugate_frequencies, learn_frequencies: angular frequencies, see
+            `transport.rotary_frequencies`; they stay float32 whatever the module is cast to.
+        rotary: False leaves out transport by rotation.
+        backend: which path computes the estimate.
+
+    Raises:
+        ValueError: sizes or options that make no sense together.
     """
+
+    scalars: nn.ModuleDict
 
     def __init__(
         self,
         d_model: int,
         num_heads: int,
         *,
-        head_dim: int | None,
-        causal: bool,
-        dropout: float,
-        base: float,
-        conjugate_frequencies: bool,
-        learn_frequencies: bool,
-        rotary: bool,
-        backend: str,
+        head_dim: int | None = None,
+        causal: bool = True,
+        dropout: float = 0.0,
+        base: float = 10000.0,
+        conjugate_frequencies: bool = True,
+        learn_frequencies: bool = False,
+        rotary: bool = True,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         if d_model < 1 or num_heads < 1:
@@ -72,8 +112,7 @@ class FilterAttention(nn.Module):
             head_dim = d_model // num_heads
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+        check_choice("backend", backend, BACKENDS)
         self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim
         self.causal, self.dropout, self.backend = causal, dropout, backend
         width = 2 * head_dim * num_heads
@@ -109,6 +148,19 @@ class FilterAttention(nn.Module):
             f"d_model={self.d_model}, num_heads={self.num_heads}, head_dim={self.head_dim},"
             f" causal={self.causal}, backend={self.backend!r}"
         )
+
+    def _hold_scalars(self, modules: Mapping[str, nn.Module | None]) -> None:
+        """Keep those numbers of Algorithm 1 that this layer has."""
+        self.scalars = nn.ModuleDict({k: v for k, v in modules.items() if v is not None})
+
+    def _read_scalars(self, **others: Tensor) -> FilterScalars:
+        """The current values, each (heads,), float32 or better; absent ones leave no effect."""
+        reference = next(iter(self.scalars.parameters()))
+        ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
+        values = dict.fromkeys(FilterScalars._fields, ones)
+        values |= {"decay": ones * 0, "process_noise": ones * 0}
+        values |= {name: module() for name, module in self.scalars.items()}
+        return FilterScalars(**(values | others))
 
     def _check_features(self, x: Tensor, name: str) -> None:
         if x.dim() != 3 or x.shape[-1] != self.d_model or not x.is_floating_point():
@@ -211,6 +263,18 @@ class FilterAttention(nn.Module):
             padding,
         )
 
+    def _project(
+        self, x: Tensor, memory: Tensor | None, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        """x, memory (padded tokens at zero, whatever was there), and query, key, value of them."""
+        if padding is not None and memory is None:
+            x = x.masked_fill(padding[:, -x.shape[1] :, None], 0.0)
+        elif padding is not None and memory is not None:
+            memory = memory.masked_fill(padding[..., None], 0.0)
+        source = x if memory is None else memory
+        query, key = self.query_projection(x), self.key_projection(source)
+        return x, memory, query, key, self.value_projection(source)
+
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) to (batch, heads, tokens, 2d) in float32 or better."""
         work = torch.promote_types(x.dtype, torch.float32)
@@ -231,6 +295,12 @@ class FilterAttention(nn.Module):
     def _use_dense(self, query: Tensor, keys: int, need_weights: bool) -> bool:
         few = query.shape[0] * query.shape[1] * query.shape[2] * keys <= SMALL_PROBLEM
         return need_weights or self.backend == "dense" or (self.backend == "auto" and few)
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse an option that is none of its choices, with a ValueError that lists them."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def _grid(start: int, tokens: int, device: torch.device) -> Tensor:
@@ -275,6 +345,3 @@ def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor
         for t in tensors
     ]
     return clean, rows_that_see(damaged, view)
-
-
-__all__ += ["quarantine", "rotate_pair", "rotation", "unit"]

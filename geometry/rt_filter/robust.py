@@ -6,19 +6,30 @@ Source: RT-Filter paper, appendix A.4.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import AttentionWeights, FilterAttention, TokenStream, quarantine, unit
+from .base import (
+    AttentionOptions,
+    AttentionWeights,
+    FilterAttention,
+    TokenStream,
+    check_choice,
+    quarantine,
+    unit,
+)
 from .cache import FilterCache
 from .chunked import map_query_slices, slice_length
 from .logits import masked_softmax, robust_filter_logits
 from .masks import Visibility
 from .parameters import DecayRates, FilterScalars, PositiveParameter, decay_rates
 from .transport import apply_rotation, rotation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["RobustFilterAttention", "robust_filter_estimate"]
 
@@ -83,12 +94,6 @@ class RobustFilterAttention(FilterAttention):
         d_model: int,
         num_heads: int,
         *,
-        head_dim: int | None = None,
-        causal: bool = True,
-        dropout: float = 0.0,
-        base: float = 10000.0,
-        conjugate_frequencies: bool = True,
-        learn_frequencies: bool = False,
         weights: Literal["student_t", "exponential"] = "student_t",
         decay: bool = True,
         decay_range: tuple[float, float] = (1e-3, 1e-1),
@@ -98,23 +103,11 @@ class RobustFilterAttention(FilterAttention):
         nu: float = 4.0,
         temperature: float = 1.0,
         backend: Literal["auto", "dense", "chunked"] = "auto",
+        **options: Unpack[AttentionOptions],
     ) -> None:
-        if weights not in ("student_t", "exponential"):
-            raise ValueError(f"weights must be 'student_t' or 'exponential', got {weights!r}")
-        if backend not in ("auto", "dense", "chunked"):
-            raise ValueError(f"backend must be 'auto', 'dense' or 'chunked', got {backend!r}")
-        super().__init__(
-            d_model,
-            num_heads,
-            head_dim=head_dim,
-            causal=causal,
-            dropout=dropout,
-            base=base,
-            conjugate_frequencies=conjugate_frequencies,
-            learn_frequencies=learn_frequencies,
-            rotary=rotary,
-            backend=backend,
-        )
+        check_choice("weights", weights, ("student_t", "exponential"))
+        check_choice("backend", backend, ("auto", "dense", "chunked"))
+        super().__init__(d_model, num_heads, rotary=rotary, backend=backend, **options)
         self.weights, self.decay, self.normalize = weights, decay, normalize
         shape = (num_heads,)
         scalars: dict[str, nn.Module | None] = {
@@ -128,22 +121,13 @@ class RobustFilterAttention(FilterAttention):
             "nu_tangential": PositiveParameter(nu, shape),
             "temperature": PositiveParameter(temperature, shape),
         }
-        self.scalars = nn.ModuleDict({k: v for k, v in scalars.items() if v is not None})
+        self._hold_scalars(scalars)
 
     def filter_scalars(self) -> FilterScalars:
         """Current η² (key_tangential), γ² (query_tangential), ι², σ², μ, ν_s, β_s; each
         (heads,).
         """
-        reference = next(iter(self.scalars.parameters()))
-        ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
-        return FilterScalars(
-            *(
-                self.scalars[name]()
-                if name in self.scalars
-                else (ones * 0 if name in ("decay", "process_noise") else ones)
-                for name in FilterScalars._fields
-            )
-        )
+        return self._read_scalars()
 
     def forward(
         self,
@@ -163,16 +147,7 @@ class RobustFilterAttention(FilterAttention):
             x, memory, times, memory_times, key_padding_mask, attn_mask, cache, causal
         )
         view = stream.view
-        if view.padding is not None and memory is None:
-            x = x.masked_fill(view.padding[:, -x.shape[1] :, None], 0.0)
-        if view.padding is not None and memory is not None:
-            memory = memory.masked_fill(view.padding[..., None], 0.0)
-        source = x if memory is None else memory
-        projected = (
-            self.query_projection(x),
-            self.key_projection(source),
-            self.value_projection(source),
-        )
+        x, memory, *projected = self._project(x, memory, view.padding)
         with torch.autocast(device_type=x.device.type, enabled=False):
             query, key, value = (self._heads(t) for t in projected)
             estimate, attention = self._estimate(query, key, value, stream, cache, need_weights)

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from .dense import PolarEstimate, PolarInputs
 from .logits import masked_softmax
 from .masks import Visibility, rows_that_see
+from .parameters import FilterScalars
 
-__all__ = ["standard_attention"]
+__all__ = ["standard_attention", "standard_scale"]
 
 
 def standard_attention(
@@ -56,3 +57,18 @@ def standard_attention(
         query, inputs.key, inputs.value, attn_mask=mask, dropout_p=dropout, scale=1.0
     )
     return PolarEstimate(direction.masked_fill(~visible, 0.0), own)
+
+
+def standard_scale(scalars: FilterScalars, length: int) -> Tensor:
+    """What multiplies q·k where every correction is off: 2βκ̃/ν, over `length`, (heads,).
+
+    Args:
+        length: squared length of queries and keys: 1 on the sphere, d where they are unnormalised.
+    """
+    variance = scalars.key_tangential + scalars.inflation_tangential + scalars.query_tangential
+    return (
+        scalars.temperature
+        * scalars.sphere_scale
+        * 2.0
+        / (scalars.nu_tangential * variance * length)
+    )

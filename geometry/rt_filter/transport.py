@@ -22,6 +22,7 @@ from torch import Tensor
 __all__ = [
     "apply_rotation",
     "check_times",
+    "context_angles",
     "decay_factor",
     "process_variance",
     "relative_times",
@@ -155,6 +156,24 @@ def apply_rotation(x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = F
         (real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1
     )
     return turned.flatten(-2)
+
+
+def context_angles(
+    increments: Tensor, num_heads: int, padding: Tensor | None, earlier: Tensor | None
+) -> Tensor:
+    """Angles that add up along the tokens (extension G.2), float64, (batch, heads, tokens, d).
+
+    Args:
+        increments: each token's own, (batch, tokens, heads · d).
+        padding: boolean (batch, keys), True where a token turns nothing; the last ones are these.
+        earlier: angles of the tokens before, (batch, heads, keys, d), or None.
+    """
+    work = torch.float32 if increments.device.type == "mps" else torch.float64
+    steps = increments.to(work).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    if padding is not None:
+        steps = steps.masked_fill(padding[:, None, -steps.shape[2] :, None], 0.0)
+    angles = steps.cumsum(2)
+    return angles if earlier is None else angles + earlier[:, :, -1:]
 
 
 def decay_factor(lag: Tensor, decay: Tensor) -> Tensor:

@@ -205,6 +205,57 @@ def test_tensor_parallel_parameters(ranks, with_fsdp):
             torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-10)
 
 
+def _accumulated(names):
+    """Two micro-batches a step, the first without synchronisation; one of it is thrown away midway."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    out = {}
+    for name in names:
+        dtype = torch.float32 if name == "fsdp bf16" else torch.float64
+        net = build(dtype)
+        if name == "ddp":
+            net = nn.parallel.DistributedDataParallel(net)
+        elif name == "fsdp bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            net = shard(net, None, mp_policy=policy)
+        else:
+            net = shard(net, None)
+        optimizer = rpt.ResidualPolarTransport(net.parameters(), 3e-3)
+        optimizer.attach_model(net)
+        staged = []
+        data = list(batches(6, dtype))
+        for n, (x, y) in enumerate(data):
+            last = n % 2 == 1
+            if name == "ddp":
+                net.require_backward_grad_sync = last
+            else:
+                net.set_requires_gradient_sync(last)
+            x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+            ((net(x) - y).square().mean() / 2).backward()
+            staged.append(len(optimizer._stage))
+            if n == 3:
+                # As after a loss scale's overflow: no step, and gradients cleared by the model.
+                net.zero_grad()
+            elif last:
+                optimizer.step()
+                optimizer.zero_grad()
+        ranks = [float(optimizer.state[p]["residual_entropy_rank"]) for p in net.parameters()]
+        out[name] = staged, ranks, whole(net)
+    return out
+
+
+def test_accumulation_without_synchronisation_counts_every_micro_batch():
+    for result in run(_accumulated, 2, ["ddp", "fsdp", "fsdp bf16"]):
+        sites = result["ddp"][0][0]
+        for staged, _, _ in result.values():
+            # What belonged to the thrown away gradients goes when the next backward begins.
+            assert staged == [sites, 2 * sites, sites, 2 * sites, sites, 2 * sites]
+        assert result["fsdp"][1] == pytest.approx(result["ddp"][1], abs=1e-9)
+        for value, reference in zip(result["fsdp"][2], result["ddp"][2], strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10)
+
+
 def _refusals():
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rpt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+from run_client import load_torchvision
 
 pytestmark = [needs_processes, pytest.mark.integration]
 
@@ -70,6 +75,7 @@ def test_accelerate(tmp_path):
 
 def _lightning(folder):
     import lightning
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     _environment()
 
@@ -92,7 +98,7 @@ def _lightning(folder):
             accelerator="cpu",
             devices=2,
             strategy="ddp",
-            plugins=[lightning.pytorch.plugins.environments.TorchElasticEnvironment()],
+            plugins=[TorchElasticEnvironment()],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
@@ -110,6 +116,7 @@ def _lightning(folder):
 
 
 def test_lightning(tmp_path):
+    load_torchvision()
     pytest.importorskip("lightning")
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
     try:
