@@ -5,7 +5,8 @@
 
 Interrupted runs continue where they stopped: results are JSON lines in the output folder, keyed by
 task, optimizer, rate, seed and the version of the code that made them. On a CPU, quick takes a few
-minutes, dev about two hours, full a day; --tasks, --optimizers and --stages take a part.
+minutes, dev about two hours, full a day; --tasks, --optimizers, --stages and --seeds take a
+part.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=None, help="only these tasks")
     parser.add_argument("--optimizers", nargs="+", default=None, help="only these optimizers")
     parser.add_argument("--stages", nargs="+", default=None, help="only stages so numbered, from 1")
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="only these seeds")
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
@@ -46,6 +48,7 @@ def main() -> None:
                 for config in configs(store)
                 if (not options.tasks or config.task in options.tasks)
                 and (not options.optimizers or config.optimizer in options.optimizers)
+                and (not options.seeds or config.seed in options.seeds)
             ]
             run_all(chosen, store, options.jobs, f"{number} {label}")
     from .report import write_report

@@ -24,8 +24,8 @@ WORST_RATIO = 10.0  # what a run that diverged counts as
 class Results:
     """The runs of a suite, asked by task and optimizer.
 
-    An optimizer's rate is the one its tuning seed chose; an ablation's is RPT's; the paper preset's,
-    which has a scale of its own, the best of four on its first reported seed.
+    An optimizer's rate is the one its tuning seed chose; an ablation's that was not tuned is RPT's;
+    the paper preset's, which has a scale of its own, the best of three on its first reported seed.
     """
 
     def __init__(self, store: Store, suite: Suite) -> None:
@@ -41,8 +41,10 @@ class Results:
             first = self.suite.ablation_seeds[0]
             found = [r for r in self._records.get((task, optimizer), []) if r["seed"] == first]
             return min(found, key=lambda r: r["final"])["rate"] if found else None
-        source = "rpt" if optimizer in ABLATIONS else optimizer
-        return tuned_rate(self.store, task, source, self.suite.name)
+        own = tuned_rate(self.store, task, optimizer, self.suite.name)
+        if own is None and optimizer in ABLATIONS:
+            return tuned_rate(self.store, task, "rpt", self.suite.name)
+        return own
 
     def runs(
         self, task: str, optimizer: str, rate: float | None = None, seeds: Sequence[int] = ()

@@ -18,7 +18,7 @@ from torch import nn
 from examples.peers import Float32Muon
 from rpt.presets import preset_options
 
-from .bundle import Bundle
+from .bundle import Averaged, Bundle
 from .residual import RPT_VARIANTS
 
 __all__ = ["PEERS", "Peer", "hidden_matrices"]
@@ -72,6 +72,15 @@ def adamw(model: nn.Module, rate: float, decay: float) -> Bundle:
 def adamw_095(model: nn.Module, rate: float, decay: float) -> Bundle:
     return Bundle(
         [torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=decay)]
+    )
+
+
+def adamw_average_098(model: nn.Module, rate: float, decay: float) -> Bundle:
+    average = Averaged(model, 0.98)
+    return Bundle(
+        [torch.optim.AdamW(model.parameters(), rate, weight_decay=decay)],
+        evaluation=average.swapped_in,
+        after_step=average.update,
     )
 
 
@@ -160,6 +169,7 @@ _OTHERS = [
     Peer("muon", 2e-2, muon, "Muon in float32 on hidden matrices, AdamW on the rest"),
     Peer("soap", 3e-3, soap, "pytorch_optimizer's SOAP"),
     Peer("adamw_095", 1e-3, adamw_095, "AdamW with β2 = 0.95"),
+    Peer("adamw_average_098", 1e-3, adamw_average_098, "AdamW, iterates averaged, decay 0.98"),
     Peer("nadam", 2e-3, nadam, "torch.optim.NAdam, decoupled decay"),
     Peer("sgd", 1e-1, sgd, "SGD, Nesterov momentum 0.9"),
     Peer("schedule_free", 2.5e-3, schedule_free, "pytorch_optimizer's Schedule-Free AdamW"),

@@ -40,6 +40,7 @@ def write_report(store: Store, suite: Suite, out: Path) -> Path:
     if tasks:
         parts += _core(results, tasks, out)
     parts += _defaults(results, suite)
+    parts += _without_schedule(results, suite)
     parts += _others(results, suite)
     parts += _ablations(results, suite, out)
     parts += _failures(store)
@@ -148,6 +149,14 @@ def _defaults(results: Results, suite: Suite) -> list[str]:
     ]
 
 
+def _without_schedule(results: Results, suite: Suite) -> list[str]:
+    flat = [t for t in suite.tasks if TASKS[t].schedule == "constant"]
+    names = [n for n in (*CORE, *suite.constant) if results.complete(flat, [n])]
+    if not names:
+        return []
+    return ["<h2>At a constant rate</h2>", _losses(results, results.complete(flat, names), names)]
+
+
 def _others(results: Results, suite: Suite) -> list[str]:
     names = [n for n in suite.others if results.complete(suite.subset, [n])]
     if not names:
@@ -199,7 +208,7 @@ def _ablations(results: Results, suite: Suite, out: Path) -> list[str]:
         )
     return [
         "<h2>RPT with one thing changed</h2><p>Final loss over RPT's own at RPT's tuned rate (the "
-        "paper preset at its best of four). Above 1: the change hurts.</p>",
+        "paper preset at its best of three). Above 1: the change hurts.</p>",
         _table(("", "", "ratio", "95 % interval", *suite.subset), cells),
         _picture(plots.ablations(rows[::-1]), "ablations", out),
     ]
