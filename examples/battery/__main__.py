@@ -51,6 +51,8 @@ def main() -> None:
                 and (not options.seeds or config.seed in options.seeds)
             ]
             run_all(chosen, store, options.jobs, f"{number} {label}")
+        if options.tasks or options.optimizers or options.stages or options.seeds:
+            return  # a part of the suite: `report` says what there is so far
     from .report import write_report
 
     print(f"report: {write_report(store, suite, options.out)}")

@@ -146,19 +146,19 @@ def profile(table: Array, factors: Array) -> Array:
 
 
 def bootstrap(
-    groups: Iterable[Sequence[float]], draws: int = 4000, seed: int = 0
+    groups: Iterable[Sequence[float]], draws: int = 2000, seed: int = 0
 ) -> tuple[float, float, float]:
     """Mean over groups of their means, and its 95 % interval: groups resampled, then their members."""
     parts = [np.asarray(group, dtype=float) for group in groups if len(group)]
     if not parts:
         return math.nan, math.nan, math.nan
     generator = np.random.default_rng(seed)
-    means = np.empty(draws)
-    for k in range(draws):
-        chosen = generator.integers(len(parts), size=len(parts))
-        means[k] = np.mean(
-            [parts[i][generator.integers(len(parts[i]), size=len(parts[i]))].mean() for i in chosen]
-        )
+    # Every group's own resampled mean, then which groups are drawn; one column a drawn group.
+    resampled = np.stack(
+        [p[generator.integers(len(p), size=(draws, len(parts), len(p)))].mean(-1) for p in parts]
+    )
+    chosen = generator.integers(len(parts), size=(draws, len(parts)))
+    means = np.take_along_axis(resampled, chosen[None], 0)[0].mean(1)
     low, high = np.quantile(means, (0.025, 0.975))
     return float(np.mean([p.mean() for p in parts])), float(low), float(high)
 

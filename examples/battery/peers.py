@@ -11,6 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ class Peer:
     family: str = "peer"
     options: str = ""
 
+    @cached_property
     def version(self) -> str:
         """Changes when the optimizer's configuration does."""
         code = self.options or inspect.getsource(self.make)

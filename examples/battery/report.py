@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import math
 import platform
 from collections.abc import Iterable, Sequence
@@ -236,9 +235,8 @@ def _table(header: Row, rows: Iterable[Row]) -> str:
 
 
 def _picture(figure: Figure, name: str, out: Path) -> str:
-    figure.savefig(out / f"{name}.png", dpi=110)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
+    path = out / f"{name}.png"
+    figure.savefig(path, dpi=110)
     plots.plt.close(figure)
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(path.read_bytes()).decode()
     return f'<p><img alt="{name}" src="data:image/png;base64,{data}"></p>'

@@ -26,7 +26,7 @@ class Config:
     @property
     def version(self) -> str:
         """Of the task's code and the optimizer's configuration: older results are not reused."""
-        return f"{TASKS[self.task].version()}-{PEERS[self.optimizer].version()}"
+        return f"{TASKS[self.task].version}-{PEERS[self.optimizer].version}"
 
     @property
     def key(self) -> str:

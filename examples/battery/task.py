@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Task:
             return 1.0
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
 
+    @cached_property
     def version(self) -> str:
         """Changes when the task's builder, its budget or its revision does."""
         build, given = self.build, ""
