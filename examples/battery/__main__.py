@@ -43,14 +43,16 @@ def main() -> None:
         for number, (label, configs) in enumerate(suite.stages(), 1):
             if options.stages and str(number) not in options.stages:
                 continue
-            chosen = [
-                config
-                for config in configs(store)
-                if (not options.tasks or config.task in options.tasks)
-                and (not options.optimizers or config.optimizer in options.optimizers)
-                and (not options.seeds or config.seed in options.seeds)
-            ]
-            run_all(chosen, store, options.jobs, f"{number} {label}")
+            # Twice: what a grid found may ask for one rate beyond its end.
+            for _ in range(2):
+                chosen = [
+                    config
+                    for config in configs(store)
+                    if (not options.tasks or config.task in options.tasks)
+                    and (not options.optimizers or config.optimizer in options.optimizers)
+                    and (not options.seeds or config.seed in options.seeds)
+                ]
+                run_all(chosen, store, options.jobs, f"{number} {label}")
         if options.tasks or options.optimizers or options.stages or options.seeds:
             return  # a part of the suite: `report` says what there is so far
     from .report import write_report

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .grids import grid
 from .peers import PEERS
 from .store import Config, Store
-from .suites import ABLATIONS, Suite, tuned_rate
+from .suites import ABLATIONS, TUNING_SEED, Suite, tuned_rate, tuning_rates
 
 __all__ = ["Results", "bootstrap", "mean_ranks", "profile"]
 
@@ -116,11 +115,9 @@ class Results:
         return found
 
     def tuning(self, task: str, optimizer: str) -> list[tuple[float, float]]:
-        """(rate, final loss) over the grid, on the tuning seed."""
-        from .suites import TUNING_SEED
-
+        """(rate, final loss) of what was tried on the tuning seed, by rate."""
         found = []
-        for rate in grid(optimizer, self.suite.name):
+        for rate in sorted(tuning_rates(self.store, task, optimizer, self.suite.name)):
             record = self.store.get(Config(task, optimizer, rate, TUNING_SEED))
             if record is not None:
                 found.append((rate, record["final"]))

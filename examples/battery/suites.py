@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .grids import grid
+from .grids import beyond, grid
 from .peers import PEERS
 from .store import Config, Store
 from .tasks import TASKS
@@ -53,24 +53,27 @@ class Suite:
     def stages(self) -> list[Stage]:
         """In order of the evidence's worth."""
         return [
-            ("tune the core", lambda store: self._tuning(CORE, self.tasks)),
+            ("tune the core", lambda store: self._tuning(store, CORE, self.tasks)),
             ("report the core", lambda store: self._reporting(store, CORE, self.tasks, self.seeds)),
             ("at the default rate", lambda store: self._defaults()),
             ("ablate", self._ablation),
-            ("tune the others", lambda store: self._tuning(self.others, self.subset)),
+            ("tune the others", lambda store: self._tuning(store, self.others, self.subset)),
             (
                 "report the others",
                 lambda store: self._reporting(store, self.others, self.subset, self.ablation_seeds),
             ),
         ]
 
-    def _tuning(self, optimizers: Iterable[str], tasks: Iterable[str]) -> Iterable[Config]:
+    def _tuning(
+        self, store: Store, optimizers: Iterable[str], tasks: Iterable[str]
+    ) -> Iterable[Config]:
+        """Every grid, and one rate more where an end of it won: the same rule for all."""
         names = list(optimizers)
         return [
             Config(task, name, rate, TUNING_SEED)
             for task in tasks
             for name in names
-            for rate in grid(name, self.name)
+            for rate in tuning_rates(store, task, name, self.name)
         ]
 
     def _reporting(
@@ -117,14 +120,26 @@ class Suite:
         ]
 
 
+def tuning_rates(store: Store, task: str, optimizer: str, suite: str) -> list[float]:
+    """The grid, and what lies beyond the end of it that won once all of it has run."""
+    rates = grid(optimizer, suite)
+    found = _finals(store, task, optimizer, rates)
+    if len(found) < len(rates):
+        return rates
+    return rates + beyond(optimizer, suite, min(found)[1])
+
+
 def tuned_rate(store: Store, task: str, optimizer: str, suite: str) -> float | None:
-    """The rate with the lowest final held-out loss on the tuning seed, of those in the grid."""
-    found = [
-        (record["final"], rate)
-        for rate in grid(optimizer, suite)
-        if (record := store.get(Config(task, optimizer, rate, TUNING_SEED))) is not None
-    ]
+    """The rate with the lowest final held-out loss on the tuning seed."""
+    found = _finals(store, task, optimizer, tuning_rates(store, task, optimizer, suite))
     return min(found)[1] if found else None
+
+
+def _finals(
+    store: Store, task: str, optimizer: str, rates: Iterable[float]
+) -> list[tuple[float, float]]:
+    runs = ((rate, store.get(Config(task, optimizer, rate, TUNING_SEED))) for rate in rates)
+    return [(record["final"], rate) for rate, record in runs if record is not None]
 
 
 DEV = tuple(name for name in TASKS if name not in LARGE)

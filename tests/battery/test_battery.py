@@ -15,7 +15,7 @@ from examples.battery.grids import MULTIPLES, grid
 from examples.battery.peers import PEERS, hidden_matrices
 from examples.battery.runner import run_all, train
 from examples.battery.store import Config, Store
-from examples.battery.suites import LARGE, SUITES, TUNING_SEED, tuned_rate
+from examples.battery.suites import LARGE, SUITES, TUNING_SEED, tuned_rate, tuning_rates
 from examples.battery.tasks import TASKS
 from examples.peers import Float32Muon, orthogonalised
 
@@ -169,3 +169,17 @@ def test_averaged_weights_are_swapped_in_and_out():
     with average.swapped_in():
         assert model.weight.item() == pytest.approx((0.25 * 1 + 0.5 * 4) / 0.75)
     assert model.weight.item() == 4
+
+
+def test_one_rate_more_beyond_an_end_that_won(tmp_path):
+    store = Store(tmp_path / "results.jsonl")
+    rates = grid("adamw", "dev")
+    for rate, final in zip(rates, (0.5, 0.4, 0.3, 0.2), strict=True):
+        assert tuning_rates(store, "wine", "adamw", "dev") == rates
+        config = Config("wine", "adamw", rate, TUNING_SEED)
+        store.add({"key": config.key, "final": final})
+    assert tuning_rates(store, "wine", "adamw", "dev") == [*rates, 3e-2]
+    assert tuned_rate(store, "wine", "adamw", "dev") == 1e-2
+    config = Config("wine", "adamw", 3e-2, TUNING_SEED)
+    store.add({"key": config.key, "final": 0.1})
+    assert tuned_rate(store, "wine", "adamw", "dev") == 3e-2
