@@ -58,7 +58,8 @@ def _about(store: Store) -> str:
         "thread each. Seconds are the process's own CPU time, evaluations left out: they do not grow "
         "when the machine is shared. Every optimizer gets the same initialisation, batches, warm-up, "
         "schedule, clipping and budget, a grid of rates of the same size around its documented "
-        "default, and one more beyond an end that won; rates are chosen on one seed and reported on others. Held-out loss, lower is "
+        "default, and one more beyond an end that won; rates are chosen on one seed and reported on "
+        "others. Held-out loss, lower is "
         "better.</p>"
     )
 
