@@ -22,7 +22,7 @@ LARGE = ("gpt_char_large", "gpt_bpe_large")
 SUBSET = ("gpt_char", "vit_digits", "autoencoder_digits", "ripple", "chirps", "operator_1d")
 # Equal to "rpt_all" in what they learn; what differs is how they observe.
 SAME_NUMBERS = ("rpt_compiled", "rpt_explicit")
-CONSTANT = ("rpt_average_098", "rpt_gain_target", "adamw_average_098", "schedule_free")
+CONSTANT = ("rpt_average_098", "rpt_gain", "rpt_gain_down", "adamw_average_098", "schedule_free")
 QUICK = ("mlp_digits", "spirals_2d", "ripple", "ill_conditioned", "breast_cancer")
 
 Stage = tuple[str, Callable[[Store], Iterable[Config]]]
