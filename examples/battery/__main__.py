@@ -56,8 +56,11 @@ def main() -> None:
         if options.tasks or options.optimizers or options.stages or options.seeds:
             return  # a part of the suite: `report` says what there is so far
     from .report import write_report
+    from .summary import write_summary
 
-    print(f"report: {write_report(store, suite, options.out)}")
+    page = write_report(store, suite, options.out)
+    print(write_summary(store, suite, options.out).read_text())
+    print(f"report: {page}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from examples.battery.peers import PEERS
 from examples.battery.report import write_report
 from examples.battery.store import Config, Store
 from examples.battery.suites import CORE, SUITES, TUNING_SEED
+from examples.battery.summary import write_summary
 
 SUITE = SUITES["quick"]
 SPEED = {"adamw": 1.0, "rpt": 2.0, "muon": 1.5, "soap": 1.25}
@@ -113,6 +114,11 @@ def test_page_holds_tables_and_pictures(store, tmp_path):
         assert (tmp_path / "out" / f"{picture}.png").stat().st_size > 1000
         assert f'alt="{picture}" src="data:image/png;base64,' in page
     assert "RPT with one thing changed" in page
+    summary = write_summary(store, SUITE, tmp_path / "out").read_text()
+    # All tasks alike: RPT first everywhere, AdamW last.
+    assert "| rpt | 1.00 |" in summary
+    assert "| adamw | 4.00 |" in summary
+    assert "## RPT with one thing changed" in summary
 
 
 def test_page_of_no_results(tmp_path):
