@@ -56,5 +56,6 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     x = x / x.norm().clamp_min(1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x

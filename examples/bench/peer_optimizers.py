@@ -1,45 +1,18 @@
 """The optimizers of the step benchmark, each built the way its authors say."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import rpt
+from examples.peers import Float32Muon
 
-__all__ = ["ARMS", "Factory", "Float32Muon", "state_bytes"]
+__all__ = ["ARMS", "Factory", "state_bytes"]
 
 LR, BETAS = 1e-3, (0.9, 0.95)
 
 Factory = Callable[[nn.Module], list[torch.optim.Optimizer]]
-
-
-class Float32Muon(torch.optim.Optimizer):
-    """Momentum, then five quintic Newton–Schulz steps, in float32."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                buffer = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                x = p.grad.lerp(buffer, group["momentum"]).flatten(1)
-                tall = x.shape[0] > x.shape[1]
-                x = x.mT if tall else x
-                x = x / x.norm().clamp_min(1e-7)
-                for _ in range(5):
-                    a = x @ x.mT
-                    x = torch.addmm(
-                        x, torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445
-                    )
-                scale = max(1.0, p.shape[0] / p[0].numel()) ** 0.5
-                update = (x.mT if tall else x).view_as(p)
-                p.add_(update, alpha=-group["lr"] * scale)
 
 
 def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

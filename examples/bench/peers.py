@@ -1,6 +1,6 @@
 """Time of one optimizer step, RPT beside its peers, on the shapes of five kinds of network.
 
-    python examples/bench/peers.py [--models matrices256 gpt256 ...] [--threads 1] [--device cuda]
+    python -m examples.bench.peers [--models matrices256 gpt256 ...] [--threads 1] [--device cuda]
 
 All arms run in one process and take turns: each trains its own copy of the model on the same batches
 (on the two lists of matrices, which have no forward pass, on the same synthetic gradients), so that
@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from peer_models import MODELS, Workload  # isort: skip
-from peer_optimizers import ARMS, Factory, state_bytes  # isort: skip
+from .peer_models import MODELS, Workload
+from .peer_optimizers import ARMS, Factory, state_bytes
 
+# Compiles and tunes every shape at first, for minutes: only where asked for.
+SLOW = ("heavyball SOAP",)
 REFERENCES = ("AdamW", "float32 Muon", "SOAP")
 
 
@@ -113,7 +115,9 @@ def table(workload: Workload, running: dict[str, Arm]) -> list[dict[str, float |
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name not in SLOW]
+    )
     parser.add_argument("--rounds", type=int, default=20, help="timed steps per arm (20)")
     parser.add_argument("--age", type=int, default=5, help="steps before the timing begins (5)")
     parser.add_argument("--threads", type=int, default=1)
