@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import rpt
 from rpt.roots import FullRoots
 from rpt.roots.packed import pack, packed_length, relative_change_packed, unpack
 
@@ -42,3 +43,16 @@ def test_the_relative_change_is_that_of_whole_matrices():
 def test_a_full_metric_takes_a_root_and_a_triangle_per_side(rows, cols):
     taken = FullRoots(drift_from="age").state_bytes(rows, cols)
     assert taken == 4 * (rows**2 + packed_length(rows) + cols**2 + packed_length(cols))
+
+
+@pytest.mark.parametrize(
+    ("roots", "most"), [("full", 20.1), ("blocked", 14.1), ("low_rank(rank=32)", 12.1)]
+)
+def test_the_state_of_a_square_matrix_stays_small(roots, most):
+    """Momentum, frame and metric, in bytes per parameter of a 256×256 matrix; AdamW's state is 8."""
+    parameter = torch.nn.Parameter(torch.randn(256, 256))
+    optimizer = rpt.ResidualPolarTransport([parameter], roots=roots)
+    parameter.grad = torch.randn(256, 256)
+    optimizer.step()
+    tensors = (v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor))
+    assert sum(v.numel() * v.element_size() for v in tensors) <= most * parameter.numel()
