@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .gain import next_gain
 from .options import group_rule
-from .ownership import Outcome, Ownership
+from .ownership import Outcome, Ownership, StepSize
 from .stack import Stack
 from .update import (
     Members,
@@ -164,8 +164,7 @@ def _start(
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]
-    shape = (stack.rows, stack.cols)
-    return take_step(item.working, gradient, sizes, shape, stack.backend, members, item.rule)
+    return take_step(item.working, gradient, sizes, stack.layout, stack.backend, members, item.rule)
 
 
 def _observe(
@@ -185,26 +184,24 @@ def _observe(
         record["observations"] += value is not None
 
 
-def step_size(
-    group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
-) -> tuple[Any, Any]:
+def step_size(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> StepSize:
     """(1 - lr·g·weight_decay, lr·g): numbers, or 0-d tensors where the rate or the gain is one."""
     rate = group["lr"]
     if group["gain_rate"]:
         rate = rate * group["gain"]
     if isinstance(rate, Tensor):
         rate = rate.reshape(()).to(device=device, dtype=dtype, non_blocking=True)
-    return 1.0 - rate * group["weight_decay"], rate
+    return StepSize(1.0 - rate * group["weight_decay"], rate, group["rounding"])
 
 
 def deliver(item: StackWork, state: Mapping[Tensor, dict[str, Any]], ownership: Ownership) -> None:
     """Write a finished stack's update to the parameters and its counters to their state."""
     stack, step, group = item.stack, item.step, item.group
     assert step is not None
-    decay, rate = step_size(group, stack.device, stack.dtype)
+    size = step_size(group, stack.device, stack.dtype)
     stack.write_back(item.working, item.index)
-    updates = [stack.unpack(row, i) for i, row in zip(item.members, step.update, strict=True)]
-    ownership.deliver(item.parameters, updates, decay, rate, step)
+    updates = stack.updates(item.members, step.update)
+    ownership.deliver(item.parameters, updates, size, step)
     refreshed = set(step.refreshed)
     for k, parameter in enumerate(item.parameters):
         record = state[parameter]

@@ -75,6 +75,8 @@ class ResidualPolarTransport(SteppingOptimizer):
         maximize: ascend instead.
         nonfinite: "skip" leaves a parameter with a non-finite gradient untouched, with one warning and
             a telemetry count; "raise" raises before anything changes.
+        rounding: how a bfloat16 weight is rounded after its step in float32: to "nearest", or
+            "stochastic", which keeps on average what is smaller than the spacing of its numbers.
         observer_dim: sketch width of observations.
         observer_ridge: relative ridge of the observed regression.
         observer_center: whether activations and cotangents are centred over samples.
@@ -118,6 +120,7 @@ class ResidualPolarTransport(SteppingOptimizer):
         closure: bool = PRESET,
         maximize: bool = PRESET,
         nonfinite: str = PRESET,
+        rounding: str = PRESET,
         observer_dim: int = 32,
         observer_ridge: float = 1e-7,
         observer_center: bool = True,

@@ -12,6 +12,7 @@ from torch import Tensor
 from .polar import polar_schedule
 from .presets import preset_options
 from .roots import RootBackend, resolve_roots
+from .rounding import ROUNDINGS
 from .update import Rule
 
 __all__ = [
@@ -129,6 +130,10 @@ def validate_options(options: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: {error}") from None
     if options["nonfinite"] not in ("skip", "raise"):
         raise ValueError(f"{where}: nonfinite={options['nonfinite']!r} must be 'skip' or 'raise'")
+    if options["rounding"] not in ROUNDINGS:
+        raise ValueError(
+            f"{where}: rounding={options['rounding']!r} must be 'nearest' or 'stochastic'"
+        )
     if not isinstance(options["roots"], RootBackend):
         try:
             resolve_roots(options["roots"])

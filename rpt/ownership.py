@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .rounding import round_into
+
 if TYPE_CHECKING:
     from rpt.observers.staging import Committed
 
@@ -25,6 +27,7 @@ __all__ = [
     "Outcome",
     "Ownership",
     "SingleProcess",
+    "StepSize",
     "apply_updates",
     "choose_ownership",
     "is_sharded",
@@ -67,6 +70,20 @@ class Outcome(NamedTuple):
     compared: Tensor
 
 
+class StepSize(NamedTuple):
+    """How an update reaches a weight: W <- decay · W - rate · u, then rounding to the weight's dtype.
+
+    Attributes:
+        decay: 1 - lr·g·weight_decay.
+        rate: lr·g.
+        rounding: of `rpt.rounding.ROUNDINGS`.
+    """
+
+    decay: float | Tensor
+    rate: float | Tensor
+    rounding: str
+
+
 @runtime_checkable
 class Ownership(Protocol):
     """What the optimizer asks about parameters and ranks, in the order in which it asks."""
@@ -91,8 +108,7 @@ class Ownership(Protocol):
         self,
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
-        decay: float | Tensor,
-        rate: float | Tensor,
+        size: StepSize,
         step: Step,
     ) -> None:
         """W <- decay · W - rate · u for every parameter, on every rank that holds a part of it."""
@@ -136,11 +152,10 @@ class SingleProcess:
         self,
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
-        decay: float | Tensor,
-        rate: float | Tensor,
+        size: StepSize,
         step: Step,
     ) -> None:
-        apply_updates(parameters, updates, decay, rate)
+        apply_updates(parameters, updates, size)
 
     def fail(self, error: Exception) -> None:
         pass
@@ -197,14 +212,12 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def apply_updates(
-    parameters: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    decay: float | Tensor,
-    rate: float | Tensor,
+    parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize
 ) -> None:
     """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
     if not parameters:
         return
+    decay, rate = size.decay, size.rate
     if isinstance(rate, Tensor):
         updates = torch._foreach_mul(list(updates), rate)
         rate = 1.0
@@ -221,7 +234,7 @@ def apply_updates(
         _decay_and_add([parameters[i] for i in same], [updates[i] for i in same], decay, rate)
     _decay_and_add(wide, [updates[i] for i in low], decay, rate)
     for i, value in zip(low, wide, strict=True):
-        parameters[i].copy_(value)
+        round_into(parameters[i], value, updates[i], size.rounding)
 
 
 def _decay_and_add(

@@ -30,6 +30,7 @@ _PAPER: dict[str, Any] = {
     "transport": True,
     "closure": True,
     "nonfinite": "skip",
+    "rounding": "nearest",
     "maximize": False,
 }
 

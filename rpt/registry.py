@@ -109,8 +109,7 @@ def _stack_key(
     if shape is None:
         return (*common, vector_length_class(parameter.numel()))
     drifts = group["root_drift_threshold"] is not None
-    wide = (min(shape), max(shape))
     if not drifts:
         # The published rule keeps every matrix to itself: rounding then has no company either.
-        wide = padded_shape(*shape, backend(group["roots"]), dtype)
-    return (*common, *wide, group["roots"], drifts)
+        shape = padded_shape(*shape, backend(group["roots"]), dtype)
+    return (*common, *shape, group["roots"], drifts)

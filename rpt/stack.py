@@ -1,9 +1,9 @@
 """Same-shaped parameters as one stack: permanent batched state, with a view of it per parameter.
 
-A matrix is stored wide (a tall one transposed), flattened to a row of (b, rows·cols). Vectors of
-similar length share a stack, and small matrices of different shapes do, padded with zeros: no inner
-product, Gram matrix or polar factor sees them, and a network of many tiny tensors takes a few batched
-operations instead of a few per shape.
+A matrix is flattened to a row of (b, rows·cols) in its own orientation, so that neither its gradient
+nor its update is ever transposed in memory. Vectors of similar length share a stack, and small matrices
+of different shapes do, turned wide and padded with zeros: no inner product, Gram matrix or polar factor
+sees them, and a network of many tiny tensors takes a few batched operations instead of a few per shape.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from .roots import RootBackend
 
 __all__ = [
+    "HELD",
     "MEASURED",
     "METRIC",
     "Stack",
@@ -31,6 +32,8 @@ METRIC = "metric."
 # What a step measures of itself, one row per parameter in the stack, four entries in its state.
 MEASURED = "measured"
 _MEASURED = ("frame_confidence", "frame_coherence", "axial_closure", "gradient_alignment")
+# The column after those: 1 where a frame is stored. It can be told from the frame, so nothing saves it.
+HELD = len(_MEASURED)
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
@@ -55,19 +58,18 @@ SMALL_SIDE = 64
 
 
 def padded_shape(rows: int, cols: int, backend: RootBackend, dtype: torch.dtype) -> tuple[int, int]:
-    """The wide shape of the stack a matrix lives in: its own, or a small one shared with others.
+    """The (rows, cols) of the stack a matrix lives in: its own, or a small wide one shared with others.
 
     float64 is left alone: it is there for exactness, not for speed.
     """
-    rows, cols = min(rows, cols), max(rows, cols)
-    if cols > SMALL_SIDE or dtype == torch.float64:
+    if max(rows, cols) > SMALL_SIDE or dtype == torch.float64:
         return rows, cols
-    shared = next(size for size in (16, 32, SMALL_SIDE) if rows <= size)
+    shared = SMALL_SIDE // 2 if min(rows, cols) <= SMALL_SIDE // 2 else SMALL_SIDE
     return (shared, SMALL_SIDE) if backend.pads(shared, SMALL_SIDE) else (rows, cols)
 
 
 class Stack:
-    """State of `b` parameters of one wide shape, in tensors whose first dimension is the stack.
+    """State of `b` parameters of one shape, in tensors whose first dimension is the stack.
 
     Args:
         parameters: the members: matrices of one `padded_shape`, or vectors.
@@ -77,7 +79,12 @@ class Stack:
         polar_prior: the polar weight of matrices that no observation has reached.
         ordinals: running number of each among all parameters like it, those of other ranks included:
             refreshes by age are spread by it, on every number of ranks alike.
-        shape: the stack's wide shape, at least every member's; None for the first member's own.
+        shape: (rows, cols) of the stack: its members' own, or a wide one that holds every member; None
+            for the first member's own.
+
+    Attributes:
+        layout: (rows, cols) as its matrices lie in memory, wide or tall.
+        rows, cols: the same, wide.
     """
 
     def __init__(
@@ -99,23 +106,29 @@ class Stack:
         if backend is None:
             self.rows = 1
             self.cols = max(vector_length_class(p.numel()) for p in self.parameters)
+            self.layout = (1, self.cols)
             self.tall, self.wide, self.padded = [False] * batch, [], False
         else:
             shapes = [matrix_shape(p) or (1, 1) for p in self.parameters]
-            self.rows, self.cols = shape or (min(shapes[0]), max(shapes[0]))
+            self.layout = shape or shapes[0]
+            self.rows, self.cols = sorted(self.layout)
             self.tall = [rows > cols for rows, cols in shapes]
             self.wide = [(min(shape), max(shape)) for shape in shapes]
-            self.padded = any(shape != (self.rows, self.cols) for shape in self.wide)
+            self.padded = any(shape != self.layout for shape in shapes)
         self.sizes = torch.tensor(
             [[float(p.numel())] for p in self.parameters], dtype=dtype, device=device
         )
+        # What a step writes gradients and updates through where members differ in shape: places in one
+        # buffer whose padding stays zero. Made once, because slicing costs more than small copies do.
+        self._buffer: Tensor | None = None
+        self._places: list[Tensor] = []
         self.shapes = torch.tensor(self.wide, dtype=dtype, device=device) if self.padded else None
         like = torch.empty(0, dtype=dtype, device=device)
         width = self.rows * self.cols
         self.tensors: dict[str, Tensor] = {
             "momentum": like.new_zeros(batch, width),
             "frame": like.new_zeros(batch, width),
-            MEASURED: like.new_tensor([1.0, 1.0, 0.0, 0.0]).repeat(batch, 1),
+            MEASURED: like.new_tensor([1.0, 1.0, 0.0, 0.0, 0.0]).repeat(batch, 1),
             "polar_weight": like.new_full((batch,), polar_prior if backend else 0.0),
             "residual_entropy_rank": like.new_ones(batch),
         }
@@ -130,6 +143,11 @@ class Stack:
     @property
     def is_matrix(self) -> bool:
         return self.backend is not None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether members differ in shape, or may."""
+        return self.padded or not self.is_matrix
 
     def view(self, key: str, index: int) -> Tensor:
         """One parameter's share of a state tensor, shaped like the parameter where that applies."""
@@ -147,10 +165,10 @@ class Stack:
         parameter = self.parameters[index]
         if not self.is_matrix:
             return row[: parameter.numel()].view(parameter.shape)
-        matrix = row.view(self.rows, self.cols)
-        if self.padded:
-            rows, cols = self.wide[index]
-            matrix = matrix[:rows, :cols]
+        if not self.padded:
+            return row.view(parameter.shape)
+        rows, cols = self.wide[index]
+        matrix = row.view(self.layout)[:rows, :cols]
         return (matrix.mT if self.tall[index] else matrix).view(parameter.shape)
 
     @property
@@ -194,6 +212,7 @@ class Stack:
             elif value is not None and not isinstance(value, Tensor):
                 view.fill_(value)
             record[key] = view
+        self.tensors[MEASURED][index, HELD] = self.view("frame", index).any()
         for key, start in self.host_state().items():
             record.setdefault(key, start)
 
@@ -201,30 +220,41 @@ class Stack:
         self, members: Sequence[int], gradients: Sequence[Tensor], divisors: Sequence[float]
     ) -> Tensor:
         """Stack gradients, each divided by its divisor, as (k, rows·cols) in the working dtype."""
-        if self.padded:
-            width = self.rows * self.cols
-            out = torch.zeros(len(members), width, dtype=self.dtype, device=self.device)
-            for i, row, gradient in zip(members, out, gradients, strict=True):
-                self.unpack(row, i).copy_(gradient)
-        elif self.is_matrix:
-            shape = (self.cols, self.rows)
-            rows = [
-                g.reshape(shape).mT.reshape(-1) if self.tall[i] else g.reshape(-1)
-                for i, g in zip(members, gradients, strict=True)
-            ]
-            out = torch.stack(
-                [row if row.dtype == self.dtype else row.to(self.dtype) for row in rows]
-            )
+        shape = (len(members), self.rows * self.cols)
+        if not self.ragged:
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if self.device.type == "cpu" and all(g.dtype == self.dtype for g in gradients):
+                # One pass over memory for both. A device prefers few launches.
+                for i, row, gradient, scale in zip(members, out, gradients, divisors, strict=True):
+                    torch.div(gradient, scale, out=self.unpack(row, i))
+                return out
+        elif len(members) == len(self.parameters):
+            if self._buffer is None:
+                self._buffer = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            out = self._buffer
         else:
-            out = torch.zeros(len(members), self.cols, dtype=self.dtype, device=self.device)
-            for row, gradient in zip(out, gradients, strict=True):
-                row[: gradient.numel()].copy_(gradient.reshape(-1))
+            out = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        places = self._places_in(out, members)
+        torch._foreach_copy_(places, list(gradients))
         scales = set(divisors)
         if scales == {1.0}:
             return out
         if len(scales) == 1:
             return out.div_(divisors[0])
         return out.div_(torch.tensor(divisors, dtype=self.dtype, device=self.device)[:, None])
+
+    def updates(self, members: Sequence[int], update: Tensor) -> list[Tensor]:
+        """Rows of (k, rows·cols) in the members' own shapes; valid until the next step."""
+        if self._buffer is not None and len(members) == len(self.parameters):
+            update = self._buffer.copy_(update)
+        return self._places_in(update, members)
+
+    def _places_in(self, rows: Tensor, members: Sequence[int]) -> list[Tensor]:
+        if rows is not self._buffer:
+            return [self.unpack(row, i) for i, row in zip(members, rows, strict=True)]
+        if not self._places:
+            self._places = [self.unpack(row, i) for i, row in enumerate(rows)]
+        return self._places
 
     def select(self, members: Sequence[int]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Working tensors of some members: the stack itself for all, gathered copies otherwise."""

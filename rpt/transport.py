@@ -20,9 +20,9 @@ __all__ = [
     "carry",
     "certificate",
     "live_frame",
-    "next_frame",
     "rescale_to_rms",
     "rotation",
+    "store_frame",
 ]
 
 
@@ -65,8 +65,9 @@ class Carried(NamedTuple):
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """Row-wise inner product, (b, n), (b, n) -> (b, 1), without a product-sized intermediate."""
-    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).squeeze(2)
+    """Row-wise inner product, (b, n), (b, n) -> (b, 1)."""
+    # Two to three times faster on CPUs than a batched matrix product of single rows.
+    return torch.linalg.vecdot(x, y).unsqueeze(1)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -74,26 +75,38 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
-def live_frame(request: Tensor, stored: Tensor, transport_eps: float) -> Frame:
-    """Compare the request's direction with the stored frame (a zero row means: none stored)."""
+def live_frame(
+    request: Tensor, stored: Tensor, transport_eps: float, held: Tensor | None = None
+) -> Frame:
+    """Compare the request's direction with the stored frame.
+
+    Args:
+        request: P, (b, n).
+        stored: h₋, (b, n).
+        transport_eps: τ.
+        held: whether a frame is stored, bool (b, 1); None to find out: only a row without one is zero.
+    """
     length = norm(request)
     live = length > transport_eps
-    inverse = length.reciprocal().masked_fill(~live, 0.0)
-    # A stored frame has length one; only a row that never held one is zero.
-    compared = live & (norm(stored) > 0.5)
+    inverse = length.reciprocal().masked_fill_(~live, 0.0)
+    compared = live & ((norm(stored) > 0.5) if held is None else held)
     cosine = (dot(stored, request) * inverse).clamp_(-1.0, 1.0)
     coherence = cosine.masked_fill_(~compared, 1.0)
     confidence = coherence.clamp_min(0.0).mul_(live)
     return Frame(length, inverse, coherence, confidence, compared, live)
 
 
-def next_frame(request: Tensor, stored: Tensor, frame: Frame) -> Tensor:
-    """h = P/‖P‖, the stored frame where the request vanished."""
-    return torch.addcmul(request * frame.inverse, stored, ~frame.live)
+def store_frame(stored: Tensor, request: Tensor, frame: Frame) -> None:
+    """h₋ <- P/‖P‖ in place; the stored frame stays where the request vanished."""
+    # Reading the host's own memory costs nothing, and a copy of the large tensor is saved.
+    if stored.device.type == "cpu" and bool(frame.live.all()):
+        torch.mul(request, frame.inverse, out=stored)
+    else:
+        stored.mul_(~frame.live).addcmul_(request, frame.inverse)
 
 
 def rotation(
-    momentum: Tensor, stored: Tensor, request: Tensor, frame: Frame, transport_eps: float
+    along_old: Tensor, along_new: Tensor, frame: Frame, transport_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the momentum into the live frame: coefficients on (m, h₋, h), each (b, 1).
 
@@ -104,11 +117,15 @@ def rotation(
         m <- (1-ρ) m + ρ (⟨T(m),h⟩ h + ρ (T(m) - ⟨T(m),h⟩ h))
 
     At q = -1 the plane of rotation is undefined and nothing rotates; nor does it without a comparison.
+
+    Args:
+        along_old: ⟨m,h₋⟩, (b, 1).
+        along_new: ⟨m,h⟩, (b, 1).
+        frame: what `live_frame` returned.
+        transport_eps: τ.
     """
     q, rho = frame.coherence, frame.confidence
     turns = frame.compared & (1.0 + q > transport_eps)
-    along_old = dot(momentum, stored)
-    along_new = dot(momentum, request) * frame.inverse
     tilt = (along_new - along_old * q) / (1.0 + q).clamp_min(transport_eps)
     on_old = -(along_old + tilt)
     on_new = along_old - tilt
@@ -144,7 +161,7 @@ def carry(
     large tensor is written once.
 
     Args:
-        momentum: m, (b, n).
+        momentum: m, (b, n), changed in place.
         stored: h₋, (b, n), zero where there is none.
         request: P, (b, n).
         frame: what `live_frame` returned.
@@ -154,38 +171,44 @@ def carry(
         transport: False leaves the momentum where it was.
         closure: False leaves plain bias-corrected momentum, u = m̂.
     """
+    along = dot(momentum, request) * frame.inverse
     if transport:
-        on_m, on_old, on_new = rotation(momentum, stored, request, frame, transport_eps)
-        on_request = beta1 * on_new * frame.inverse + (1.0 - beta1)
-        carried = (momentum * (beta1 * on_m)).addcmul_(beta1 * on_old, stored)
-        carried.addcmul_(on_request, request)
+        on_m, on_old, on_new = rotation(dot(momentum, stored), along, frame, transport_eps)
+        on_m, on_old, on_new = beta1 * on_m, beta1 * on_old, beta1 * on_new
+        # ⟨m,h⟩ of the carried momentum follows from the coefficients: no large tensor is read again.
+        along = on_m * along + on_old * frame.coherence + on_new
+        momentum.mul_(on_m).addcmul_(stored, on_old)
+        momentum.addcmul_(request, on_new * frame.inverse + (1.0 - beta1))
     else:
-        carried = torch.lerp(momentum, request, 1.0 - beta1)
+        along = beta1 * along
+        momentum.lerp_(request, 1.0 - beta1)
+    along = along + (1.0 - beta1) * frame.length
     if not closure:
-        return Carried(carried, carried / correction, torch.zeros_like(frame.length))
-    along = dot(carried, request) * frame.inverse / correction
-    closing = frame.confidence * beta1 * (frame.length - along)
-    update = carried * (beta1 / correction)
-    update.addcmul_(closing * frame.inverse + (1.0 - beta1), request)
-    return Carried(carried, update, closing)
+        return Carried(momentum, momentum / correction, torch.zeros_like(frame.length))
+    closing = frame.confidence * beta1 * (frame.length - along / correction)
+    update = momentum * (beta1 / correction)
+    update.addcmul_(request, closing * frame.inverse + (1.0 - beta1))
+    return Carried(momentum, update, closing)
 
 
-def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0; 0 if only rounding is left.
 
     Inner products run in float64 on the gradient divided by its largest entry, so that neither its
     scale nor cancellation in float32 decides.
 
     Returns:
-        the certified update, (b, n), and its cosine with the gradient, (b, 1), 1 where either is zero.
+        the certified update, (b, n), its length, (b, 1), and its cosine with the gradient, (b, 1), 1
+        where either is zero.
     """
-    lengths = norm(update) * norm(gradient)
+    length = norm(update)
+    lengths = length * norm(gradient)
     if update.dtype == torch.float32 and update.device.type == "cpu":
         # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
         # Lengths too small for a product in float32 give a cosine too small to pass.
         alignment = dot(update, gradient) / lengths.clamp_min(1e-30)
         if bool((alignment > 1e-3).all()):
-            return update, alignment
+            return update, length, alignment
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
     wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
     inner = dot(update.double(), wide)
@@ -193,24 +216,24 @@ def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
     certified = (update.double() - excess * wide).to(update.dtype)
     # Of an update that lay against the gradient nothing is left but rounding: no direction to follow.
-    certified = certified * (norm(certified) > _ROUNDING * norm(update))
-    lengths = norm(certified).double() * squared.sqrt()
+    certified = certified * (norm(certified) > _ROUNDING * length)
+    length = norm(certified)
+    lengths = length.double() * squared.sqrt()
     alignment = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0)
-    return certified, alignment.to(update.dtype)
+    return certified, length, alignment.to(update.dtype)
 
 
-def rescale_to_rms(update: Tensor, rms: float, size: Tensor | int) -> Tensor:
+def rescale_to_rms(update: Tensor, length: Tensor, rms: float, size: Tensor) -> Tensor:
     """Give every row the root mean square `rms` over its `size` true entries; a zero row stays zero.
 
     A row of one entry keeps its length: there is nothing to spread, and a fixed length would leave
     its sign alone. A scalar's first step is then the learning rate, as AdamW's.
 
     Args:
-        update: u, (b, n).
+        update: u, (b, n), changed in place.
+        length: ‖u‖, (b, 1).
         rms: the target, in units of the learning rate.
-        size: number of entries behind each row without padding, an int or (b, 1).
+        size: number of entries behind each row without padding, (b, 1).
     """
-    length = norm(update)
-    size = torch.as_tensor(size, dtype=update.dtype, device=update.device)
     target = torch.where(size > 1, rms * size.sqrt(), length)
-    return update * (target / torch.where(length > 0, length, torch.inf))
+    return update.mul_(target / torch.where(length > 0, length, torch.inf))

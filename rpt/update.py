@@ -21,10 +21,14 @@ from torch import Tensor
 
 from .polar import Schedule, polar_share
 from .roots import Damping, RootBackend
-from .stack import MEASURED, METRIC
-from .transport import carry, certificate, live_frame, next_frame, rescale_to_rms
+from .stack import HELD, MEASURED, METRIC
+from .transport import carry, certificate, live_frame, rescale_to_rms, store_frame
 
 __all__ = ["Members", "Rule", "Step", "divisor", "next_unit", "take_step", "update_polar_weight"]
+
+
+# The share of its waiting time after which a small matrix joins another's refresh.
+_SOON = 0.7
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def take_step(
     state: dict[str, Tensor],
     gradient: Tensor,
     sizes: Tensor,
-    shape: tuple[int, int],
+    layout: tuple[int, int],
     backend: RootBackend | None,
     members: Members,
     rule: Rule,
@@ -108,7 +112,7 @@ def take_step(
         state: the stack's tensors, first dimension k.
         gradient: G divided by its unit, (k, rows·cols), finite, in the working dtype.
         sizes: number of entries of each parameter, (k, 1).
-        shape: (rows, cols), wide.
+        layout: (rows, cols) of the matrices as the stack holds them, wide or tall.
         backend: the metric, or None for vectors.
         members: step counts and root ages.
         rule: the numbers.
@@ -121,7 +125,12 @@ def take_step(
             state["second_moment"], gradient, sizes, correction2, members, rule
         )
     else:
-        matrices = gradient.view(-1, *shape)
+        tall = layout[0] > layout[1]
+        shape = (layout[1], layout[0]) if tall else layout
+        matrices = gradient.view(-1, *layout)
+        if tall:
+            # A backend sees every matrix wide; the built-in ones read it through its strides.
+            matrices = matrices.mT if backend.any_strides else matrices.mT.contiguous()
         metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
         if members.shapes is None:
             backend.accumulate(metric, matrices, rule.beta2)
@@ -133,10 +142,11 @@ def take_step(
             due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
         refreshed = [i for i, is_due in enumerate(due) if is_due]
         failed = _refresh(state, metric, shape, backend, refreshed, correction2, members, rule)
-        request = backend.apply(metric, matrices).reshape(gradient.shape)
+        request = backend.apply(metric, matrices)
+        request = (request.mT if tall else request).reshape(gradient.shape)
 
     stored = state["frame"]
-    frame = live_frame(request, stored, rule.transport_eps)
+    frame = live_frame(request, stored, rule.transport_eps, state[MEASURED][:, HELD:] > 0)
     carried = carry(
         state["momentum"],
         stored,
@@ -148,22 +158,22 @@ def take_step(
         transport=rule.transport,
         closure=rule.closure,
     )
-    state["momentum"].copy_(carried.momentum)
-    state["frame"].copy_(next_frame(request, stored, frame))
+    store_frame(stored, request, frame)
     update = carried.update
     if backend is not None and members.shaped:
         update = polar_share(
-            update.view(-1, *shape),
+            update.view(-1, *layout),
             state["polar_weight"],
             rule.polar_schedule,
             rule.transport_eps,
         ).reshape(gradient.shape)
-    update, alignment = certificate(update, gradient)
+    update, length, alignment = certificate(update, gradient)
     closing = (carried.closing * frame.inverse).abs_()
-    measured = (frame.confidence, frame.coherence, closing, alignment)
+    held = state[MEASURED][:, HELD:].logical_or(frame.live).to(alignment)
+    measured = (frame.confidence, frame.coherence, closing, alignment, held)
     state[MEASURED].copy_(torch.cat(measured, dim=1))
     if rule.update_rms is not None:
-        update = rescale_to_rms(update, rule.update_rms, sizes)
+        update = rescale_to_rms(update, length, rule.update_rms, sizes)
     return Step(update, frame.coherence[:, 0], frame.compared[:, 0], refreshed, failed)
 
 
@@ -194,9 +204,10 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
     published. Without one, age decides alone: often while the covariance is young, later after between
     half of `max_root_staleness` and all of it, so that a stack's matrices do not all fall due at once;
     and at once where the gradient has outgrown its roots, which would pass it on at a length that
-    drowns the momentum for hundreds of steps.
+    drowns the momentum for hundreds of steps. Small matrices, which share a padded stack, go in company:
+    one call for several costs little more than for one, so that one due takes along those due soon.
     """
-    due = []
+    due, soon = [], []
     for step, age, position, outgrown in zip(
         members.steps, members.root_ages, members.positions, members.outgrown, strict=True
     ):
@@ -206,7 +217,9 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
             spread = 0.5 + 0.5 * (position * 0.6180339887498949 % 1.0)
             limit = 0 if outgrown else max(1, int(min(limit, step / 3) * spread))
         due.append(age is None or age >= limit)
-    return due
+        soon.append(age is None or age >= _SOON * limit)
+    together = members.shapes is not None and rule.root_drift_threshold is None and any(due)
+    return soon if together else due
 
 
 def vector_request(

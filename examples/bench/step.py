@@ -13,8 +13,10 @@ without the cast to bfloat16, which is slow on CPUs.
 import argparse
 import copy
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +25,10 @@ import rpt
 from rpt.demo.model import LanguageModel
 from rpt.demo.text import VOCABULARY_SIZE
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from peers import Float32Muon
+
 LR, BETAS = 2e-3, (0.9, 0.95)
-
-
-class Float32Muon(torch.optim.Optimizer):
-    """Momentum, then five quintic Newton–Schulz steps, in float32."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                x = p.grad.lerp(buffer, group["momentum"])
-                tall = x.shape[0] > x.shape[1]
-                x = x.mT if tall else x
-                x = x / x.norm().clamp_min(1e-7)
-                for _ in range(5):
-                    a = x @ x.mT
-                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-                scale = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
-                p.add_(x.mT if tall else x, alpha=-group["lr"] * scale)
 
 
 Factory = Callable[[nn.Module], list[torch.optim.Optimizer]]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
-from ..ownership import Agreement, Live, Outcome, apply_updates
+from ..ownership import Agreement, Live, Outcome, StepSize, apply_updates
 from ..update import Step
 from .agreement import exchange_findings
 from .handshake import rendezvous
@@ -147,8 +147,7 @@ class OwnerRanks(_Ranks):
         self,
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
-        decay: float | Tensor,
-        rate: float | Tensor,
+        size: StepSize,
         step: Step,
     ) -> None:
         refreshed = set(step.refreshed)
@@ -156,7 +155,7 @@ class OwnerRanks(_Ranks):
             team = self.team_of[id(parameter)]
             # Roots of a metric that has seen only zero gradients are none.
             fresh = k in refreshed and bool(self.optimizer.state[parameter]["unit"])
-            team.accept(parameter, update, decay, rate, step.compared[k], fresh)
+            team.accept(parameter, update, size, step.compared[k], fresh)
 
     def fail(self, error: Exception) -> None:
         """Go through the rest of the step's collectives with empty hands, then let the caller raise."""
@@ -227,8 +226,7 @@ class ReplicatedRanks(_Ranks):
         self,
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
-        decay: float | Tensor,
-        rate: float | Tensor,
+        size: StepSize,
         step: Step,
     ) -> None:
         local, pieces = [], []
@@ -238,7 +236,7 @@ class ReplicatedRanks(_Ranks):
             local.append(holding.local(parameter))
             pieces.append(update[box_slices(holding.boxes[team.rank])])
         filled = [k for k, part in enumerate(local) if part.numel()]
-        apply_updates([local[k] for k in filled], [pieces[k] for k in filled], decay, rate)
+        apply_updates([local[k] for k in filled], [pieces[k] for k in filled], size)
 
     def fail(self, error: Exception) -> None:
         pass

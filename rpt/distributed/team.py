@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from rpt.observers.staging import Committed
 
 from ..engine import step_size
-from ..ownership import Live, apply_updates
+from ..ownership import Live, StepSize, apply_updates
 from ..stack import compute_dtype
 from .exchange import Exchange, Parcel, communication_device
 from .holding import Holding
@@ -184,8 +184,7 @@ class Team:
         self,
         parameter: Tensor,
         update: Tensor,
-        decay: float | Tensor,
-        rate: float | Tensor,
+        size: StepSize,
         compared: Tensor,
         refreshed: bool,
     ) -> None:
@@ -194,14 +193,14 @@ class Team:
         Args:
             parameter: the optimizer's.
             update: u, of the whole parameter's shape.
-            decay, rate: W <- decay · W - rate · u.
+            size: how it reaches the weight.
             compared: whether its frame was compared with an earlier one, 0-d.
             refreshed: whether its roots were recomputed.
         """
         i = self.position[id(parameter)]
         holding = self.members[i][1]
         here = box_slices(holding.boxes[self.rank])
-        apply_updates([holding.local(parameter)], [update[here]], decay, rate)
+        apply_updates([holding.local(parameter)], [update[here]], size)
         self._facts[i, 0] = 1.0
         self._facts[i, 1] = compared
         self._facts[i, 2] = float(refreshed)
@@ -285,8 +284,8 @@ class Team:
                 parameters.append(local)
                 updates.append(value.to(local.device))
         for (g, dtype), (parameters, updates) in batches.items():
-            decay, rate = step_size(self.optimizer.param_groups[g], parameters[0].device, dtype)
-            apply_updates(parameters, updates, decay, rate)
+            size = step_size(self.optimizer.param_groups[g], parameters[0].device, dtype)
+            apply_updates(parameters, updates, size)
 
     def whole_everywhere(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """The whole gradient on every rank (replicated mode), from this rank's local part."""

@@ -52,6 +52,10 @@ class RootBackend(ABC):
     `rpt.roots.check_backend(instance)` say what is wrong with it.
     """
 
+    # Whether `accumulate` and `apply` take a gradient of any strides. Where not, a matrix that is kept
+    # tall is copied before they see it, so that `view` works on it as on any fresh tensor.
+    any_strides = False
+
     @abstractmethod
     def create(
         self, batch: int, rows: int, cols: int, *, dtype: torch.dtype, device: torch.device

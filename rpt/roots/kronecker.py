@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .base import Damping, Refresh, RootBackend, State
 from .low_rank import LowRankSide
+from .packed import packed_length
 from .sides import BlockSide, DiagonalSide, ScalarSide, Side
 
 __all__ = [
@@ -29,6 +30,8 @@ Drift = Literal["exact", "sketch", "age"]
 
 class KroneckerRoots(RootBackend):
     """A metric made of two sides; subclasses say which kind of side a length gets."""
+
+    any_strides = True
 
     def side(self, size: int, other: int) -> Side:
         """The representation of a side of `size` entries facing one of `other`."""
@@ -87,9 +90,11 @@ class KroneckerRoots(RootBackend):
 
     def crop(self, key: str, value: Tensor, rows: int, cols: int) -> Tensor:
         size = rows if key.startswith("left") else cols
-        if key.endswith("_reference") and value.shape[-1] != value.shape[-2]:
-            return value[..., :size, :]
-        return value[..., :size, :size]
+        if key.endswith("_root"):
+            return value[..., :size, :size]
+        if value.ndim == 2:  # a triangle (blocks, n(n+1)/2)
+            return value[..., : packed_length(size)]
+        return value[..., :size, :]  # the image under the probes
 
     def without_drift(self) -> RootBackend:
         if any(f.name == "drift_from" for f in fields(self)):  # type: ignore[arg-type]

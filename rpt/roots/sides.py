@@ -7,7 +7,6 @@ lives in a flat dict with keys prefixed by the side's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .base import Damping, Refresh, State
 from .decompose import eigenvalue_floor, inverse_root
+from .packed import pack, packed_length, relative_change_packed, unpack
 
 __all__ = ["BlockSide", "DiagonalSide", "ScalarSide", "Side", "relative_change"]
 
@@ -59,6 +59,8 @@ class BlockSide:
     ragged last one where the division leaves a remainder. All blocks of one size, over all matrices of
     the batch, are decomposed in one call.
 
+    A factor is stored as its lower triangle; only its root, which every step applies, is whole.
+
     Attributes:
         block: largest block; None means one block, the full factor.
         drift_from: "exact" keeps a copy of the factor at the last refresh, "sketch" its image under a
@@ -87,28 +89,37 @@ class BlockSide:
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
         state: State = {}
         for suffix, _, count, rows in self.pieces(size):
-            shape = (batch, count, rows, rows)
-            state[name + suffix] = like.new_zeros(shape)
+            triangle = (batch, count, packed_length(rows))
+            state[name + suffix] = like.new_zeros(triangle)
             identity = torch.eye(rows, dtype=like.dtype, device=like.device)
-            state[f"{name}{suffix}_root"] = identity.expand(shape).clone()
+            state[f"{name}{suffix}_root"] = identity.expand(batch, count, rows, rows).clone()
             if self.drift_from == "exact":
-                state[f"{name}{suffix}_reference"] = like.new_zeros(shape)
+                state[f"{name}{suffix}_reference"] = like.new_zeros(triangle)
             elif self.drift_from == "sketch":
                 width = min(PROBES, rows)
-                state[f"{name}{suffix}_reference"] = like.new_zeros(*shape[:-1], width)
+                state[f"{name}{suffix}_reference"] = like.new_zeros(batch, count, rows, width)
         return state
 
-    def _rows(self, gradient: Tensor, first: int, count: int, rows: int) -> Tensor:
-        """The gradient's rows of one piece as (b·count, rows, other)."""
+    def _parts(
+        self, gradient: Tensor, first: int, count: int, rows: int
+    ) -> list[tuple[int | None, Tensor]]:
+        """The gradient's rows of one piece: (None, all blocks as one (b·count, rows, other)), or one
+        (k, (b, rows, other)) per block where a single batch would have to be copied together."""
         part = gradient[:, first : first + count * rows]
-        return part.reshape(-1, rows, gradient.shape[-1])
+        if count == 1:
+            return [(None, part)]
+        if part.is_contiguous():
+            return [(None, part.view(-1, rows, part.shape[-1]))]
+        return [(k, part[:, k * rows : (k + 1) * rows]) for k in range(count)]
 
     def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
         other = gradient.shape[-1]
         for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
-            part = self._rows(gradient, first, count, rows)
-            factor = state[name + suffix].view(-1, rows, rows)
-            factor.baddbmm_(part, part.mT, beta=beta2, alpha=(1.0 - beta2) / other)
+            factor = state[name + suffix]
+            parts = self._parts(gradient, first, count, rows)
+            for k, part in parts:
+                view = factor.flatten(0, 1) if k is None else factor[:, k]
+                view.mul_(beta2).add_(pack(torch.bmm(part, part.mT)), alpha=(1.0 - beta2) / other)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         if self.drift_from == "age":
@@ -116,57 +127,77 @@ class BlockSide:
         worst = torch.zeros_like(correction)
         for suffix in ("", "_rest"):
             if name + suffix in state:
-                seen = self._seen(state[name + suffix]) / correction.view(-1, 1, 1, 1)
+                factor, rows = state[name + suffix], state[f"{name}{suffix}_root"].shape[-1]
                 reference = state[f"{name}{suffix}_reference"]
-                worst = torch.maximum(worst, relative_change(seen, reference))
+                if self.drift_from == "exact":
+                    now = factor / correction.view(-1, 1, 1)
+                    change = relative_change_packed(now, reference, rows)
+                else:
+                    whole = unpack(factor.flatten(0, 1), rows) @ _probes(rows, factor)
+                    now = whole.view_as(reference) / correction.view(-1, 1, 1, 1)
+                    change = relative_change(now, reference)
+                worst = torch.maximum(worst, change)
         return worst
-
-    def _seen(self, factor: Tensor) -> Tensor:
-        """What is compared: the factor itself, or its image under the probes."""
-        if self.drift_from == "exact":
-            return factor
-        return factor @ _probes(factor)
 
     def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
         conditions, failures = [], []
         for suffix in ("", "_rest"):
             if name + suffix not in state:
                 continue
-            factor = state[name + suffix] / correction.view(-1, 1, 1, 1)
-            batch, count, rows, _ = factor.shape
+            root = state[f"{name}{suffix}_root"]
+            batch, count, rows, _ = root.shape
+            packed = state[name + suffix] / correction.view(-1, 1, 1)
+            factor = unpack(packed.flatten(0, 1), rows)
             result = inverse_root(
-                factor.view(-1, rows, rows),
+                factor,
                 ridge=damping.ridge,
                 absolute=damping.absolute.repeat_interleave(count),
                 sizes=None if damping.shapes is None else damping.shapes[:, 0],
             )
-            root = state[f"{name}{suffix}_root"]
             root.copy_(
                 keep_where(result.failed, root.view(-1, rows, rows), result.root).view_as(root)
             )
-            if self.drift_from != "age":
-                state[f"{name}{suffix}_reference"].copy_(self._seen(factor))
+            if self.drift_from == "exact":
+                state[f"{name}{suffix}_reference"].copy_(packed)
+            elif self.drift_from == "sketch":
+                seen = (factor @ _probes(rows, factor)).view(batch, count, rows, -1)
+                state[f"{name}{suffix}_reference"].copy_(seen)
             conditions.append(result.condition.view(batch, count).amax(1))
             failures.append(result.failed.view(batch, count).any(1))
         return Refresh(torch.stack(conditions).amax(0), torch.stack(failures).any(0))
 
     def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
-        parts = []
-        for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
-            root = state[f"{name}{suffix}_root"].view(-1, rows, rows)
-            part = torch.bmm(root, self._rows(gradient, first, count, rows))
-            parts.append(part.view(gradient.shape[0], count * rows, -1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        pieces = self.pieces(gradient.shape[-2])
+        # The result keeps the gradient's memory layout: no later operation then has to copy it. Roots
+        # are symmetric, so that they may stand on either side.
+        flipped = not gradient.is_contiguous() and gradient.mT.is_contiguous()
+        if len(pieces) == 1 and (pieces[0][2] == 1 or gradient.is_contiguous()):
+            _, _, count, rows = pieces[0]
+            root = state[f"{name}_root"].view(-1, rows, rows)
+            if flipped:
+                return torch.bmm(gradient.mT, root).mT
+            return torch.bmm(root, gradient.view(-1, rows, gradient.shape[-1])).view_as(gradient)
+        out = torch.empty_like(gradient.mT if flipped else gradient)
+        whole = out.mT if flipped else out
+        for suffix, first, count, rows in pieces:
+            root = state[f"{name}{suffix}_root"]
+            for k in range(count):
+                rows_of = slice(first + k * rows, first + (k + 1) * rows)
+                part = gradient[:, rows_of]
+                if flipped:
+                    whole[:, rows_of].mT.baddbmm_(part.mT, root[:, k], beta=0.0)
+                else:
+                    whole[:, rows_of].baddbmm_(root[:, k], part, beta=0.0)
+        return whole
 
 
-def _probes(factor: Tensor) -> Tensor:
+def _probes(rows: int, like: Tensor) -> Tensor:
     """Fixed pseudo-random signs, (rows, width): the same on every call, rank and machine."""
-    rows = factor.shape[-1]
     width = min(PROBES, rows)
-    index = torch.arange(1, rows * width + 1, dtype=torch.float64, device=factor.device)
+    index = torch.arange(1, rows * width + 1, dtype=torch.float64, device=like.device)
     # The fractional parts of k·√2 times a large constant are equidistributed; their halves are signs.
     fraction = (index * 2**0.5 * 9973.0) % 1.0
-    return torch.where(fraction < 0.5, -1.0, 1.0).to(factor.dtype).view(rows, width)
+    return torch.where(fraction < 0.5, -1.0, 1.0).to(like.dtype).view(rows, width)
 
 
 @dataclass(frozen=True)
@@ -237,6 +268,3 @@ class ScalarSide:
 
     def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
         return gradient * state[f"{name}_scale_root"].view(-1, 1, 1)
-
-
-SideRule = Callable[[int, int], Side]

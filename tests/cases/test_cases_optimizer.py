@@ -714,7 +714,7 @@ def test_case_15_channels_last_equals_contiguous(roots):
     assert actual.state[last]["momentum"].shape == last.shape
     assert float(actual.state[last]["momentum"].abs().sum()) > 0
     if roots == "full":  # the flattened 32×144, not 32×16
-        assert reference.state[plain]["metric.right"].shape == (1, 144, 144)
+        assert reference.state[plain]["metric.right_root"].shape == (1, 144, 144)
 
 
 @pytest.mark.parametrize("roots", BACKENDS)

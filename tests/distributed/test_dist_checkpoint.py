@@ -261,7 +261,7 @@ def test_a_fresh_optimizer_has_every_key_after_dcps_own_step():
         assert unchanged
         assert sharded
         assert kinds == results[0][1]
-        assert kinds["2.weight.momentum"] == kinds["2.weight.metric.left"] == "DTensor"
+        assert kinds["2.weight.momentum"] == kinds["2.weight.metric.left_root"] == "DTensor"
         for value, reference in zip(weights, expected, strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10)
 

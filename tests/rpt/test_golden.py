@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rpt import ResidualPolarTransport
+from rpt.roots.packed import unpack
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ARRAYS = np.load(GOLDEN / "rpt_golden.npz", allow_pickle=False)
@@ -120,8 +121,8 @@ def test_trajectory(case):
             # Stored wide: the rows' factor of a tall matrix is its long side's.
             left, right = lefts[i], rights[i]
             sides = ("left", "right") if len(left) <= len(right) else ("right", "left")
-            close(record[f"metric.{sides[0]}"].squeeze(0), left)
-            close(record[f"metric.{sides[1]}"].squeeze(0), right)
+            for side, factor in zip(sides, (left, right), strict=True):
+                close(unpack(record[f"metric.{side}"], len(factor)).squeeze(0), factor)
 
 
 def test_local_ranks_come_before_global_ones():

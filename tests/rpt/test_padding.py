@@ -6,7 +6,7 @@ import torch
 import rpt
 from rpt import stack
 
-SHAPES = [(2, 24), (24, 48), (48, 24), (4, 12), (1, 12), (16, 3, 2), (5, 5), (30, 64)]
+SHAPES = [(2, 24), (24, 48), (48, 24), (4, 12), (1, 12), (16, 3, 2), (5, 5), (40, 64)]
 
 
 def trajectory(monkeypatch, small_side, dtype=torch.float32, **options):

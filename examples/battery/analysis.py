@@ -1,0 +1,184 @@
+"""From runs to statements: final losses, ranks, paired ratios, profiles, time to a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .peers import PEERS
+from .store import Config, Store
+from .suites import ABLATIONS, TUNING_SEED, Suite, tuned_rate, tuning_rates
+
+__all__ = ["Results", "bootstrap", "mean_ranks", "profile"]
+
+Record = dict[str, Any]
+Array = NDArray[np.float64]
+WORST_RATIO = 10.0  # what a run that diverged counts as
+
+
+class Results:
+    """The runs of a suite, asked by task and optimizer.
+
+    An optimizer's rate is the one its tuning seed chose; an ablation's that was not tuned is RPT's;
+    the paper preset's, which has a scale of its own, the best of three on its first reported seed.
+    """
+
+    def __init__(self, store: Store, suite: Suite) -> None:
+        self.store, self.suite = store, suite
+        self._records: dict[tuple[str, str], list[Record]] = {}
+        for record in store.current():
+            if record["curves"] or record.get("error"):
+                self._records.setdefault((record["task"], record["optimizer"]), []).append(record)
+
+    def rate(self, task: str, optimizer: str) -> float | None:
+        """The rate whose runs are reported."""
+        if optimizer.startswith("rpt_paper"):
+            first = self.suite.ablation_seeds[0]
+            found = [r for r in self._records.get((task, optimizer), []) if r["seed"] == first]
+            return min(found, key=lambda r: r["final"])["rate"] if found else None
+        own = tuned_rate(self.store, task, optimizer, self.suite.name)
+        if own is None and optimizer in ABLATIONS:
+            return tuned_rate(self.store, task, "rpt", self.suite.name)
+        return own
+
+    def runs(
+        self, task: str, optimizer: str, rate: float | None = None, seeds: Sequence[int] = ()
+    ) -> list[Record]:
+        """Reported runs by seed, at the tuned rate unless another is given."""
+        rate = self.rate(task, optimizer) if rate is None else rate
+        wanted = seeds or self.suite.seeds
+        found = [
+            r
+            for r in self._records.get((task, optimizer), [])
+            if rate is not None and math.isclose(r["rate"], rate) and r["seed"] in wanted
+        ]
+        return sorted(found, key=lambda r: r["seed"])
+
+    def final(self, task: str, optimizer: str, rate: float | None = None) -> float:
+        """Mean final held-out loss over the reported seeds; NaN without any."""
+        return _mean([r["final"] for r in self.runs(task, optimizer, rate)])
+
+    def best(self, task: str, optimizer: str) -> float:
+        """Mean of each run's lowest held-out loss."""
+        return _mean([r["best"] for r in self.runs(task, optimizer)])
+
+    def at_equal_time(self, task: str, optimizer: str, yardstick: str = "adamw") -> float:
+        """Mean held-out loss when the yardstick's whole run was over, in CPU seconds."""
+        budgets = {r["seed"]: _last(r, "cpu") for r in self.runs(task, yardstick)}
+        found = []
+        for run in self.runs(task, optimizer):
+            if run["seed"] in budgets and run["curves"]:
+                found.append(_loss_at(run, budgets[run["seed"]]))
+        return _mean(found)
+
+    def to_target(self, task: str, optimizer: str, yardstick: str = "adamw") -> tuple[float, float]:
+        """Shares of the yardstick's steps and CPU seconds until its final loss, mean over seeds.
+
+        First measurement at or below; infinite where it is never reached.
+        """
+        targets = {r["seed"]: r for r in self.runs(task, yardstick)}
+        steps, seconds = [], []
+        for run in self.runs(task, optimizer):
+            target = targets.get(run["seed"])
+            if target is None or not run["curves"] or not target["curves"]:
+                continue
+            losses = run["curves"]["loss"]
+            hit = next((i for i, x in enumerate(losses) if x <= target["final"] * 1.0001), None)
+            reached = hit is not None
+            steps.append(
+                run["curves"]["step"][hit] / _last(target, "step") if reached else math.inf
+            )
+            seconds.append(
+                run["curves"]["cpu"][hit] / _last(target, "cpu") if reached else math.inf
+            )
+        return _mean(steps), _mean(seconds)
+
+    def log_ratios(
+        self, tasks: Iterable[str], optimizer: str, yardstick: str, default_rate: bool = False
+    ) -> dict[str, list[float]]:
+        """Per task, log(final / yardstick's final) of the seeds that both have."""
+        found: dict[str, list[float]] = {}
+        for task in tasks:
+            rates = [PEERS[n].rate if default_rate else None for n in (optimizer, yardstick)]
+            theirs = {r["seed"]: r["final"] for r in self.runs(task, yardstick, rates[1])}
+            pairs = [
+                (run["final"], theirs[run["seed"]])
+                for run in self.runs(task, optimizer, rates[0])
+                if run["seed"] in theirs
+            ]
+            if pairs:
+                found[task] = [_log_ratio(a, b) for a, b in pairs]
+        return found
+
+    def tuning(self, task: str, optimizer: str) -> list[tuple[float, float]]:
+        """(rate, final loss) of what was tried on the tuning seed, by rate."""
+        found = []
+        for rate in sorted(tuning_rates(self.store, task, optimizer, self.suite.name)):
+            record = self.store.get(Config(task, optimizer, rate, TUNING_SEED))
+            if record is not None:
+                found.append((rate, record["final"]))
+        return found
+
+    def complete(self, tasks: Iterable[str], optimizers: Iterable[str]) -> list[str]:
+        """The tasks for which all of the optimizers have reported runs."""
+        names = list(optimizers)
+        return [t for t in tasks if all(self.runs(t, name) for name in names)]
+
+
+def mean_ranks(table: Array) -> Array:
+    """Losses (tasks, optimizers) → mean rank of each optimizer, 1 the best, ties shared."""
+    better = (table[:, None, :] < table[:, :, None]).sum(-1)
+    equal = (table[:, None, :] == table[:, :, None]).sum(-1)
+    return (better + (equal + 1) / 2).mean(0)
+
+
+def profile(table: Array, factors: Array) -> Array:
+    """Share of tasks within each factor of the best: (tasks, optimizers) → (optimizers, factors)."""
+    ratio = table / table.min(1, keepdims=True)
+    return (ratio[:, :, None] <= factors * (1 + 1e-12)).mean(0)
+
+
+def bootstrap(
+    groups: Iterable[Sequence[float]], draws: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
+    """Mean over groups of their means, and its 95 % interval: groups resampled, then their members."""
+    parts = [np.asarray(group, dtype=float) for group in groups if len(group)]
+    if not parts:
+        return math.nan, math.nan, math.nan
+    generator = np.random.default_rng(seed)
+    # Every group's own resampled mean, then which groups are drawn; one column a drawn group.
+    resampled = np.stack(
+        [p[generator.integers(len(p), size=(draws, len(parts), len(p)))].mean(-1) for p in parts]
+    )
+    chosen = generator.integers(len(parts), size=(draws, len(parts)))
+    means = np.take_along_axis(resampled, chosen[None], 0)[0].mean(1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(np.mean([p.mean() for p in parts])), float(low), float(high)
+
+
+def _log_ratio(a: float, b: float) -> float:
+    if not math.isfinite(a) or not math.isfinite(b):
+        ratio = 1.0 if math.isfinite(a) == math.isfinite(b) else math.inf if a > b else 0.0
+    else:
+        ratio = a / max(b, 1e-30)
+    return math.log(min(max(ratio, 1 / WORST_RATIO), WORST_RATIO))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _last(record: Record, name: str) -> float:
+    return record["curves"][name][-1] if record["curves"] else math.nan
+
+
+def _loss_at(record: Record, seconds: float) -> float:
+    """Held-out loss after so many CPU seconds, between measurements by interpolation."""
+    curves = record["curves"]
+    if seconds >= curves["cpu"][-1]:
+        return record["final"]
+    return float(np.interp(seconds, curves["cpu"], curves["loss"]))

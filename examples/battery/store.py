@@ -1,0 +1,68 @@
+"""Results as JSON lines: one run a line, keyed by everything that determines it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .peers import PEERS
+from .tasks import TASKS
+
+__all__ = ["Config", "Store"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    task: str
+    optimizer: str
+    rate: float
+    seed: int
+
+    @property
+    def version(self) -> str:
+        """Of the task's code and the optimizer's configuration: older results are not reused."""
+        return f"{TASKS[self.task].version}-{PEERS[self.optimizer].version}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.task}|{self.optimizer}|{self.rate:g}|{self.seed}|{self.version}"
+
+
+class Store:
+    """The runs of one file. Later lines win; lines cut short by an interruption are ignored."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                self._records[record["key"]] = record
+
+    def __contains__(self, config: Config) -> bool:
+        return config.key in self._records
+
+    def get(self, config: Config) -> dict[str, Any] | None:
+        return self._records.get(config.key)
+
+    def add(self, record: dict[str, Any]) -> None:
+        self._records[record["key"]] = record
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def current(self) -> Iterator[dict[str, Any]]:
+        """Records whose code is today's."""
+        for record in self._records.values():
+            if record["task"] in TASKS and record["optimizer"] in PEERS:
+                config = Config(record["task"], record["optimizer"], record["rate"], record["seed"])
+                if config.key == record["key"]:
+                    yield record

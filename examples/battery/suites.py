@@ -1,0 +1,155 @@
+"""What each suite runs, in stages: later ones use the rates that earlier ones found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .grids import beyond, grid
+from .peers import PEERS
+from .store import Config, Store
+from .tasks import TASKS
+
+__all__ = ["CORE", "SUITES", "Suite", "tuned_rate"]
+
+TUNING_SEED = 100
+CORE = ("adamw", "rpt", "muon", "soap")
+OTHERS = tuple(
+    n for n, p in PEERS.items() if p.family == "peer" and n not in (*CORE, "adamw_average_098")
+)
+ABLATIONS = tuple(n for n, p in PEERS.items() if p.family == "rpt" and n != "rpt")
+LARGE = ("gpt_char_large", "gpt_bpe_large")
+SUBSET = ("gpt_char", "vit_digits", "autoencoder_digits", "ripple", "chirps", "operator_1d")
+# Equal to "rpt_all" in what they learn; what differs is how they observe.
+SAME_NUMBERS = ("rpt_compiled", "rpt_explicit")
+CONSTANT = ("rpt_average_098", "rpt_gain", "rpt_gain_down", "adamw_average_098", "schedule_free")
+QUICK = ("mlp_digits", "spirals_2d", "ripple", "ill_conditioned", "breast_cancer")
+
+Stage = tuple[str, Callable[[Store], Iterable[Config]]]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named amount of work.
+
+    Attributes:
+        tasks: for the core optimizers.
+        subset: for the other peers and the ablations.
+        others, ablations: what runs on the subset.
+        seeds: reported, never used for tuning.
+        ablation_seeds: the ablations' and other peers' reported seeds.
+        constant: what runs on the tasks without a schedule, beside the core.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    subset: tuple[str, ...]
+    others: tuple[str, ...]
+    ablations: tuple[str, ...]
+    seeds: tuple[int, ...]
+    ablation_seeds: tuple[int, ...]
+    constant: tuple[str, ...] = CONSTANT
+
+    def stages(self) -> list[Stage]:
+        """In order of the evidence's worth."""
+        return [
+            ("tune the core", lambda store: self._tuning(store, CORE, self.tasks)),
+            ("report the core", lambda store: self._reporting(store, CORE, self.tasks, self.seeds)),
+            ("at the default rate", lambda store: self._defaults()),
+            ("ablate", self._ablation),
+            ("tune the others", lambda store: self._tuning(store, self.others, self.subset)),
+            (
+                "report the others",
+                lambda store: self._reporting(store, self.others, self.subset, self.ablation_seeds),
+            ),
+        ]
+
+    def _tuning(
+        self, store: Store, optimizers: Iterable[str], tasks: Iterable[str]
+    ) -> Iterable[Config]:
+        """Every grid, and one rate more where an end of it won: the same rule for all."""
+        names = list(optimizers)
+        return [
+            Config(task, name, rate, TUNING_SEED)
+            for task in tasks
+            for name in names
+            for rate in tuning_rates(store, task, name, self.name)
+        ]
+
+    def _reporting(
+        self, store: Store, optimizers: Iterable[str], tasks: Iterable[str], seeds: Iterable[int]
+    ) -> Iterable[Config]:
+        names, chosen = list(optimizers), list(seeds)
+        return [
+            Config(task, name, rate, seed)
+            for task in tasks
+            for name in names
+            if (rate := tuned_rate(store, task, name, self.name)) is not None
+            for seed in chosen
+        ]
+
+    def _flat(self) -> list[str]:
+        return [task for task in self.tasks if TASKS[task].schedule == "constant"]
+
+    def _defaults(self) -> Iterable[Config]:
+        return [
+            Config(task, name, PEERS[name].rate, seed)
+            for task in self.tasks
+            for name in ("adamw", "rpt")
+            for seed in self.seeds
+        ]
+
+    def _ablation(self, store: Store) -> Iterable[Config]:
+        """One option changed at RPT's tuned rate; the paper preset gets the tuning it needs."""
+        paper = [n for n in self.ablations if n.startswith("rpt_paper")]
+        single = [n for n in self.ablations if n not in paper]
+        configs = [
+            Config(task, name, rate, seed)
+            for name in single
+            for task in self.subset
+            if TASKS[task].group == "text" or not name.startswith("rpt_tables")
+            if (rate := tuned_rate(store, task, "rpt", self.name)) is not None
+            for seed in self.ablation_seeds
+        ]
+        return configs + [
+            Config(task, name, rate, seed)
+            for name in paper
+            for task in self.subset
+            for rate in (3e-3, 1e-2, 3e-2)[: 1 if self.name == "quick" else 3]
+            for seed in self.ablation_seeds[:1]
+        ]
+
+
+def tuning_rates(store: Store, task: str, optimizer: str, suite: str) -> list[float]:
+    """The grid, and what lies beyond the end of it that won once all of it has run."""
+    rates = grid(optimizer, suite)
+    found = _finals(store, task, optimizer, rates)
+    if len(found) < len(rates):
+        return rates
+    return rates + beyond(optimizer, suite, min(found)[1])
+
+
+def tuned_rate(store: Store, task: str, optimizer: str, suite: str) -> float | None:
+    """The rate with the lowest final held-out loss on the tuning seed."""
+    found = _finals(store, task, optimizer, tuning_rates(store, task, optimizer, suite))
+    return min(found)[1] if found else None
+
+
+def _finals(
+    store: Store, task: str, optimizer: str, rates: Iterable[float]
+) -> list[tuple[float, float]]:
+    runs = ((rate, store.get(Config(task, optimizer, rate, TUNING_SEED))) for rate in rates)
+    return [(record["final"], rate) for rate, record in runs if record is not None]
+
+
+DEV = tuple(name for name in TASKS if name not in LARGE)
+SUITES = {
+    "quick": Suite("quick", QUICK, QUICK[:2], (), ("rpt_sites", "rpt_alpha_0"), (0,), (0,)),
+    "dev": Suite(
+        "dev", DEV, SUBSET, OTHERS,
+        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1), (0, 1),
+    ),
+    "full": Suite(
+        "full", tuple(TASKS), (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
+    ),
+}  # fmt: skip

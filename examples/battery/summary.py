@@ -1,0 +1,170 @@
+"""The report's main numbers as Markdown, for RESULTS.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .analysis import Results, bootstrap, mean_ranks
+from .peers import PEERS
+from .store import Store
+from .suites import CORE, Suite
+from .tasks import TASKS
+
+__all__ = ["write_summary"]
+
+Row = Sequence[object]
+
+
+def write_summary(store: Store, suite: Suite, out: Path) -> Path:
+    """Write `summary.md`: standing, language models, default rates, peers, ablations."""
+    results = Results(store, suite)
+    parts = [
+        _standing(results, suite),
+        _targets(results, suite),
+        _defaults(results, suite),
+        _constant(results, suite),
+        _peers(results, suite),
+        _ablations(results, suite),
+        _losses(results, suite),
+    ]
+    path = out / "summary.md"
+    path.write_text("\n\n".join(part for part in parts if part) + "\n")
+    return path
+
+
+def _standing(results: Results, suite: Suite) -> str:
+    tasks = results.complete(suite.tasks, CORE)
+    if not tasks:
+        return ""
+    columns = []
+    for measure in (results.final, results.at_equal_time, results.best):
+        columns.append(mean_ranks(np.array([[measure(t, n) for n in CORE] for t in tasks])))
+    rows = []
+    for k, name in enumerate(CORE):
+        cells = [f"{column[k]:.2f}" for column in columns]
+        ratio = "1"
+        if name != "adamw":
+            ratio = interval(bootstrap(results.log_ratios(tasks, name, "adamw").values()))
+        wins = sum(results.final(t, name) == min(results.final(t, n) for n in CORE) for t in tasks)
+        share = [
+            sum(r["curves"]["cpu"][-1] for r in results.runs(t, name))
+            / sum(r["curves"]["cpu"][-1] for r in results.runs(t, "adamw"))
+            for t in tasks
+        ]
+        rows.append((name, *cells, wins, ratio, f"{np.exp(np.mean(np.log(share))):.2f}"))
+    return f"## Tuned, {len(tasks)} tasks\n\n" + markdown(
+        ("", "mean rank, equal steps", "AdamW's time", "lowest loss", "best on",
+         "loss / AdamW's (95 %)", "CPU time a run / AdamW's"),
+        rows,
+    )  # fmt: skip
+
+
+def _targets(results: Results, suite: Suite) -> str:
+    tasks = [t for t in results.complete(suite.tasks, CORE) if TASKS[t].group == "text"]
+    rows = []
+    for task in tasks:
+        cells = []
+        for yardstick in ("adamw", "muon", "soap"):
+            steps, seconds = results.to_target(task, "rpt", yardstick)
+            cells += [share(steps), share(seconds)]
+        rows.append((task, *(f"{results.final(task, n):.3f}" for n in CORE), *cells))
+    if not rows:
+        return ""
+    return "## RPT until a tuned peer's final loss, shares of its steps and CPU seconds\n\n" + (
+        markdown(
+            ("", *CORE, "AdamW's: steps", "seconds", "Muon's: steps", "seconds", "SOAP's: steps",
+             "seconds"),
+            rows,
+        )
+    )  # fmt: skip
+
+
+def _defaults(results: Results, suite: Suite) -> str:
+    rows = []
+    for task in suite.tasks:
+        ours, theirs = (results.final(task, n, PEERS[n].rate) for n in ("rpt", "adamw"))
+        if not math.isnan(ours + theirs):
+            rows.append((ours / theirs, task, ours, theirs, results.final(task, "adamw")))
+    if not rows:
+        return ""
+    rows.sort(reverse=True)
+    return "## Both at their default rate\n\n" + markdown(
+        ("", "RPT", "AdamW", "ratio", "tuned AdamW"),
+        [(t, f"{a:.4g}", f"{b:.4g}", f"{q:.3f}", f"{c:.4g}") for q, t, a, b, c in rows],
+    )
+
+
+def _constant(results: Results, suite: Suite) -> str:
+    flat = [t for t in suite.tasks if TASKS[t].schedule == "constant"]
+    rows = [
+        (n, *(_cell(results, t, n) for t in flat))
+        for n in dict.fromkeys((*CORE, *suite.constant))
+        if any(results.runs(t, n) for t in flat)
+    ]
+    return "## At a constant rate (rate)\n\n" + markdown(("", *flat), rows) if rows else ""
+
+
+def _peers(results: Results, suite: Suite) -> str:
+    tasks = results.complete(suite.subset, (*CORE, *suite.others))
+    if not tasks or not suite.others:
+        return ""
+    names = (*CORE, *suite.others)
+    table = np.array([[results.final(t, n) for n in names] for t in tasks])
+    ranked = sorted(zip(mean_ranks(table), names, strict=True))
+    return "## All peers (rate)\n\n" + markdown(
+        ("", "mean rank", *tasks),
+        [(n, f"{r:.2f}", *(_cell(results, t, n) for t in tasks)) for r, n in ranked],
+    )
+
+
+def _ablations(results: Results, suite: Suite) -> str:
+    rows = []
+    for name in suite.ablations:
+        found = results.log_ratios(suite.subset, name, "rpt")
+        if found:
+            cells = [
+                f"{math.exp(np.mean(found[t])):.3f}" if t in found else "" for t in suite.subset
+            ]
+            rows.append((bootstrap(found.values()), PEERS[name].says, cells))
+    if not rows:
+        return ""
+    rows.sort(key=lambda row: row[0])
+    return "## RPT with one thing changed: loss over RPT's\n\n" + markdown(
+        ("", "geometric mean (95 %)", *suite.subset),
+        [(says, interval(found), *cells) for found, says, cells in rows],
+    )
+
+
+def _losses(results: Results, suite: Suite) -> str:
+    tasks = results.complete(suite.tasks, CORE)
+    if not tasks:
+        return ""
+    return "## Final held-out loss, tuned (rate)\n\n" + markdown(
+        ("", *CORE), [(t, *(_cell(results, t, n) for n in CORE)) for t in tasks]
+    )
+
+
+def _cell(results: Results, task: str, name: str) -> str:
+    value = results.final(task, name)
+    return "" if math.isnan(value) else f"{value:.4g} ({results.rate(task, name) or 0:g})"
+
+
+def interval(found: tuple[float, float, float]) -> str:
+    """exp of (mean, low, high)."""
+    mean, low, high = (math.exp(x) for x in found)
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
+def share(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "–"
+
+
+def markdown(header: Row, rows: Iterable[Row]) -> str:
+    """A Markdown table, first column to the left."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    lines = [header, rule, *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

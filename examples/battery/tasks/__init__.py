@@ -1,0 +1,14 @@
+"""All tasks by name, in the order of the report."""
+
+from __future__ import annotations
+
+from ..task import Task
+from . import images, low_dimensional, science, tabular, text
+
+__all__ = ["TASKS"]
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for module in (text, images, science, tabular, low_dimensional)
+    for task in module.TASKS
+}

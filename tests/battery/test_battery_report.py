@@ -1,0 +1,126 @@
+"""The battery's statements: ranks, profiles, intervals, time to a target, and the page."""
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from examples.battery.analysis import Results, bootstrap, mean_ranks, profile
+from examples.battery.grids import grid
+from examples.battery.peers import PEERS
+from examples.battery.report import write_report
+from examples.battery.store import Config, Store
+from examples.battery.suites import CORE, SUITES, TUNING_SEED
+from examples.battery.summary import write_summary
+
+SUITE = SUITES["quick"]
+SPEED = {"adamw": 1.0, "rpt": 2.0, "muon": 1.5, "soap": 1.25}
+
+
+def record(config, speed, cpu=1.0, diverged=False):
+    steps = list(range(0, 101, 10))
+    losses = [math.exp(-speed * step / 50) for step in steps]
+    return {
+        "key": config.key, "task": config.task, "optimizer": config.optimizer,
+        "rate": config.rate, "seed": config.seed, "parameters": 7, "diverged": diverged,
+        "final": math.inf if diverged else losses[-1], "best": losses[-1],
+        "curves": {
+            "step": steps, "loss": losses, "train": losses, "wall": steps,
+            "cpu": [cpu * s for s in steps], "cpu_step": steps,
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path):
+    filled = Store(tmp_path / "results.jsonl")
+    for task in SUITE.tasks:
+        for name, speed in SPEED.items():
+            cpu = 2.0 if name == "rpt" else 1.0
+            for rate in grid(name, "quick"):
+                # The second rate of the grid is the better one.
+                gain = 1.0 if rate == grid(name, "quick")[1] else 0.9
+                for seed in (TUNING_SEED, *SUITE.seeds):
+                    filled.add(record(Config(task, name, rate, seed), gain * speed, cpu))
+    return filled
+
+
+def test_mean_ranks_share_ties():
+    table = np.array([[1.0, 2.0, 2.0], [3.0, 1.0, math.inf]])
+    assert mean_ranks(table).tolist() == [1.5, 1.75, 2.75]
+
+
+def test_profile_is_the_share_within_a_factor():
+    table = np.array([[1.0, 3.0], [4.0, 2.0]])
+    assert profile(table, np.array([1.0, 2.0, 3.0])).tolist() == [[0.5, 1, 1], [0.5, 0.5, 1]]
+
+
+def test_bootstrap_interval_covers_the_mean_and_shrinks():
+    generator = np.random.default_rng(1)
+    few, many = (generator.normal(0.3, 1, (n, 2)) for n in (10, 100))
+    widths = []
+    for sample in (few, many):
+        mean, low, high = bootstrap(sample, draws=1000)
+        assert mean == pytest.approx(sample.mean())
+        assert low < mean < high
+        widths.append(high - low)
+    # Variance of a group's mean: ½, and ¼ more from resampling its two members.
+    assert widths[1] == pytest.approx(2 * 1.96 * math.sqrt(0.75 / 100), rel=0.25)
+    assert widths[0] > 2 * widths[1]
+
+
+def test_time_to_the_target_in_steps_and_seconds(store):
+    results = Results(store, SUITE)
+    steps, seconds = results.to_target("ripple", "rpt")
+    # Twice the speed and twice the time a step: half the steps, all of the seconds.
+    assert (steps, seconds) == (0.5, 1.0)
+    assert results.to_target("ripple", "adamw", "rpt") == (math.inf, math.inf)
+
+
+def test_losses_at_equal_time(store):
+    results = Results(store, SUITE)
+    assert results.final("ripple", "rpt") == pytest.approx(math.exp(-4))
+    # AdamW's whole time is half of RPT's.
+    assert results.at_equal_time("ripple", "rpt") == pytest.approx(math.exp(-2))
+    assert results.at_equal_time("ripple", "soap") == pytest.approx(math.exp(-2.5))
+
+
+def test_ratios_are_paired_and_failures_count(store):
+    results = Results(store, SUITE)
+    assert results.log_ratios(["ripple"], "rpt", "adamw") == {"ripple": [pytest.approx(-2)]}
+    rate = grid("rpt", "quick")[1]
+    store.add(record(Config("ripple", "rpt", rate, SUITE.seeds[0]), 1.0, diverged=True))
+    failed = Results(store, SUITE).log_ratios(["ripple"], "rpt", "adamw")
+    assert failed == {"ripple": [pytest.approx(math.log(10))]}
+
+
+def test_ablations_are_reported_at_the_rate_of_rpt(store):
+    results = Results(store, SUITE)
+    assert results.rate("ripple", "rpt_alpha_0") == results.rate("ripple", "rpt") == 3e-3
+    assert PEERS["rpt"].rate == 1e-3
+
+
+def test_page_holds_tables_and_pictures(store, tmp_path):
+    for seed in SUITE.ablation_seeds:
+        store.add(record(Config("spirals_2d", "rpt_alpha_0", 3e-3, seed), 0.5))
+    page = write_report(store, SUITE, tmp_path / "out").read_text()
+    for task in SUITE.tasks:
+        assert f"<td>{task}</td>" in page
+    for name in CORE:
+        assert name in page
+    for picture in ("ratios", "profile", "curves_steps", "curves_seconds", "sensitivity"):
+        assert (tmp_path / "out" / f"{picture}.png").stat().st_size > 1000
+        assert f'alt="{picture}" src="data:image/png;base64,' in page
+    assert "RPT with one thing changed" in page
+    summary = write_summary(store, SUITE, tmp_path / "out").read_text()
+    # All tasks alike: RPT first everywhere, AdamW last.
+    assert "| rpt | 1.00 |" in summary
+    assert "| adamw | 4.00 |" in summary
+    assert "## RPT with one thing changed" in summary
+
+
+def test_page_of_no_results(tmp_path):
+    page = write_report(Store(tmp_path / "none.jsonl"), SUITE, tmp_path)
+    assert "0 runs" in page.read_text()
