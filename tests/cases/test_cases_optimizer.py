@@ -196,10 +196,12 @@ def test_case_03_damped_low_rank_factor():
     floored = inverse_root(a, ridge=0.0, absolute=1e-4).root
     assert (floored - expected).abs().max() <= 2e-3
     assert (inverse_root(a, ridge=1e-4 * 512).root - expected).abs().max() <= 2e-3
-    # Added to the matrix, the damping itself is rounded: to 1e-7 of the largest eigenvalue.
+    # Added to the matrix, it is what 511 eigenvalues are, less than float32's rounding apart.
     added = a + 1e-4 * torch.eye(512)
     assert (inverse_root(added.double()).root - expected).abs().max() <= 2e-3
-    assert (inverse_root(added).root - expected).abs().max() <= 2e-2
+    assert (inverse_root(added).root - expected).abs().max() <= 2e-3
+    both = torch.stack([torch.eye(512), added])
+    assert (inverse_root(both).root[1] - expected).abs().max() <= 2e-3
     assert float(expected[0, 0]) == pytest.approx(9.982422, abs=1e-5)
     assert float(expected[0, 1]) == pytest.approx(-0.0175782, abs=1e-6)
 
