@@ -60,7 +60,7 @@ class Scaled:
         self.x, self.y = torch.randn(8, 3), torch.randn(8, 2)
         self.model = nn.Linear(3, 2, bias=False)
         self.optimizer = ResidualPolarTransport(self.model.parameters(), lr=1e-2)
-        self.optimizer.attach_model(self.model)
+        self.optimizer.attach_model(self.model, observe_every=1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=scaled)
         self.ranks = []
 
@@ -301,7 +301,7 @@ def bf16_run(model, autocast=False):
     torch.manual_seed(6)
     x, y = torch.randn(64, 32), torch.randn(64, 32)
     optimizer = ResidualPolarTransport(model.parameters(), lr=1e-3, max_root_staleness=5)
-    optimizer.attach_model(model)
+    optimizer.attach_model(model, observe_every=1)
     first = [p.detach().clone().float() for p in model.parameters()]
     direction = None
     for _ in range(12):
