@@ -211,9 +211,7 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "full_tensor")
 
 
-def apply_updates(
-    parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize
-) -> None:
+def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize) -> None:
     """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
     if not parameters:
         return

@@ -32,7 +32,9 @@ def round_into(parameter: Tensor, value: Tensor, update: Tensor, rounding: str) 
 def _dither(value: Tensor, update: Tensor) -> Tensor:
     """Round to a multiple of bfloat16's spacing, up with the probability of what is cut off."""
     bits = value.contiguous().view(torch.int32)
-    noise = update.contiguous().view(torch.int32) * -1640531527  # 2³²/φ: Knuth's multiplicative hash
+    noise = (
+        update.contiguous().view(torch.int32) * -1640531527
+    )  # 2³²/φ: Knuth's multiplicative hash
     noise = noise ^ (noise >> 15) ^ bits
     noise = noise * -2048144789  # a mixing constant of MurmurHash3's family
     noise = (noise ^ (noise >> 13)) & 0xFFFF
