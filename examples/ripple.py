@@ -39,9 +39,12 @@ def transport(preset: str, observe: str) -> Callable[[nn.Module], torch.optim.Op
             model.parameters(), lr=RATE, weight_decay=DECAY, preset=preset
         )
         if observe == "sites":
-            optimizer.attach_model(model)  # the two that ContextMLP declares
+            # The two that ContextMLP declares; in every step, as the published rule has it.
+            optimizer.attach_model(model, observe_every=1)
         elif observe == "every linear":
-            optimizer.attach_model(model, lambda module: isinstance(module, nn.Linear))
+            optimizer.attach_model(
+                model, lambda module: isinstance(module, nn.Linear), observe_every=1
+            )
         return optimizer
 
     return build

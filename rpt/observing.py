@@ -23,6 +23,7 @@ class ObservingOptimizer(Optimizer):
 
     _stage: ObservationStage
     _attachment: Attachment | None
+    _observe_every: int
 
     def attach_model(
         self,
@@ -30,7 +31,7 @@ class ObservingOptimizer(Optimizer):
         module_filter: Callable[[nn.Module], bool] | None = None,
         *,
         strategy: str = "hook",
-        observe_every: int = 1,
+        observe_every: int | None = None,
         sites: Iterable[Any] | None = None,
     ) -> list[str]:
         """Observe a model's boundaries, replacing an earlier attachment.
@@ -43,7 +44,7 @@ class ObservingOptimizer(Optimizer):
             model: the model that is trained.
             module_filter: True for modules to observe.
             strategy: "hook", or "compiled" for a model that `torch.compile` is to take whole.
-            observe_every: measure at every k-th update.
+            observe_every: measure at every k-th update; None: 4, or with `preset="paper"` in each.
             sites: modules, module names, or what `rpt.observers.derive_sites` returned.
 
         Returns:
@@ -56,7 +57,7 @@ class ObservingOptimizer(Optimizer):
             self._stage,
             module_filter=module_filter,
             strategy=strategy,
-            observe_every=observe_every,
+            observe_every=self._observe_every if observe_every is None else observe_every,
             sites=sites,
         )
         self._restore_observation_ages()

@@ -20,7 +20,7 @@ from .options import (
     validate_options,
 )
 from .ownership import MODES, Ownership
-from .presets import preset_options
+from .presets import OBSERVE_EVERY, preset_options
 from .registry import StackRegistry
 from .roots import RootBackend, resolve_roots
 from .stepping import SteppingOptimizer
@@ -146,6 +146,7 @@ class ResidualPolarTransport(SteppingOptimizer):
                 f"ownership={ownership!r} is unknown: choose one of {', '.join(map(repr, MODES))}"
             )
         self._mode = ownership
+        self._observe_every = OBSERVE_EVERY[preset]
         self._begin()
         super().__init__(params, defaults)
 
@@ -264,6 +265,7 @@ class ResidualPolarTransport(SteppingOptimizer):
         return state | {
             "_custom_roots": self._custom_roots,
             "observer_settings": self.observer_settings,
+            "_observe_every": self._observe_every,
             "_mode": self._mode if isinstance(self._mode, str) else "auto",
         }
 

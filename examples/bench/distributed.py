@@ -200,6 +200,19 @@ def state_bytes(shapes: list[Shape]) -> list[int]:
     return [known[rows, cols] for _, rows, cols in shapes]
 
 
+def least_work(items: list[Item], ranks: int) -> float:
+    """A bound that no plan of whole matrices can beat, for the busiest rank.
+
+    Of the k·ranks + 1 dearest matrices some rank has k + 1, at least as dear as the cheapest of them.
+    """
+    costs = sorted((item.cost for item in items), reverse=True)
+    bound = max(sum(costs) / ranks, costs[0])
+    for count in range(1, (len(costs) - 1) // ranks + 1):
+        last = count * ranks
+        bound = max(bound, sum(costs[last - count : last + 1]))
+    return bound
+
+
 def schedule(
     items: list[Item], plan: Plan, rate: float, bandwidth: float
 ) -> tuple[float, float, float]:
@@ -246,8 +259,7 @@ def simulate(rate: float, bandwidth: float, output: str | None) -> None:
                 most = [0] * ranks
                 for index, owner in enumerate(plan.owner):
                     most[owner] += held[index]
-                # No plan of whole matrices can be better than its largest matrix.
-                limit = max(1.0, max(item.cost for item in items) / (total / ranks))
+                limit = least_work(items, ranks) / (total / ranks)
                 busy = sum(work > 0 for work in plan.work)
                 sent = 2 * sum(item.nbytes for item in items) / ranks
                 balances.append(plan.balance)

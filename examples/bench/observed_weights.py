@@ -1,12 +1,13 @@
 """Does an observation earn its place? Observed polar weights against the constant weight 1.
 
-    python examples/bench/observed_weights.py [--seeds 3] [--steps 120] [--updates 750]
+    python examples/bench/observed_weights.py [--seeds 3] [--steps 120] [--updates 750] [--arms ...]
 
 The default preset throughout; arms differ in nothing but where polar weights come from: constant 1,
 or observed by the published entropy rank, or by the calibrated one, each at the sites that the model
-declares and at every linear layer. Tasks are the demonstration's plain GPT (validation loss in nats
-per character, cosine schedule) and Ripple (held-out mean squared error; score-AUC). All arms of a
-seed share initialisation and batches, and take their updates in turn. Differences are paired by seed.
+declares and at every linear layer, in every step, or in every fourth. Tasks are the demonstration's
+plain GPT (validation loss in nats per character, cosine schedule) and Ripple (held-out mean squared
+error; score-AUC). All arms of a seed share initialisation and batches, and take their updates in turn.
+Differences are paired by seed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import ripple
 Factory = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def build(observe: str, null: str, rate: float, **options: object) -> Factory:
+def build(observe: str, null: str, every: int, rate: float, **options: object) -> Factory:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = rpt.ResidualPolarTransport(
             model.named_parameters(),
@@ -40,20 +41,23 @@ def build(observe: str, null: str, rate: float, **options: object) -> Factory:
             **options,  # type: ignore[arg-type]
         )
         if observe == "sites":
-            optimizer.attach_model(model)
+            optimizer.attach_model(model, observe_every=every)
         elif observe == "linear":
-            optimizer.attach_model(model, lambda module: isinstance(module, nn.Linear))
+            optimizer.attach_model(
+                model, lambda module: isinstance(module, nn.Linear), observe_every=every
+            )
         return optimizer
 
     return make
 
 
 ARMS = {
-    "constant 1": ("none", "none"),
-    "paper rank, sites": ("sites", "none"),
-    "paper rank, every linear": ("linear", "none"),
-    "calibrated, sites": ("sites", "analytic"),
-    "calibrated, every linear": ("linear", "analytic"),
+    "constant 1": ("none", "none", 1),
+    "paper rank, sites": ("sites", "none", 1),
+    "paper rank, sites, 4th step": ("sites", "none", 4),
+    "paper rank, every linear": ("linear", "none", 1),
+    "calibrated, sites": ("sites", "analytic", 1),
+    "calibrated, every linear": ("linear", "analytic", 1),
 }
 
 
@@ -68,8 +72,8 @@ def gpt(seed: int, steps: int) -> dict[str, dict[str, float]]:
     corpus = load_corpus()
     config = TrainConfig(steps=steps, seed=seed)
     runs = {
-        name: Run(config, build(observe, null, 3e-3, betas=(0.9, 0.95)), corpus)
-        for name, (observe, null) in ARMS.items()
+        name: Run(config, build(*arm, 3e-3, betas=(0.9, 0.95)), corpus)
+        for name, arm in ARMS.items()
     }
     seconds = dict.fromkeys(runs, 0.0)
     batches = Batches(corpus, config)
@@ -90,11 +94,8 @@ def gpt(seed: int, steps: int) -> dict[str, dict[str, float]]:
 
 
 def folded(seed: int, updates: int) -> dict[str, dict[str, float]]:
-    for name, (observe, null) in ARMS.items():
-        ripple.ARMS[name] = (
-            build(observe, null, ripple.RATE, weight_decay=ripple.DECAY),
-            "cosine",
-        )
+    for name, arm in ARMS.items():
+        ripple.ARMS[name] = (build(*arm, ripple.RATE, weight_decay=ripple.DECAY), "cosine")
     results = ripple.run_seed(seed, updates, list(ARMS))
     return {
         name: {
@@ -119,7 +120,7 @@ def report(task: str, by_seed: list[dict[str, dict[str, float]]]) -> None:
                 gaps = [found[name][key] - found["constant 1"][key] for found in by_seed]
                 better = sum(g > 0 if key == "score-AUC" else g < 0 for g in gaps)
                 cells.append(f"({statistics.mean(gaps):+.4f}, better in {better})")
-        print(f"  {name:26s}" + "  ".join(cells), flush=True)
+        print(f"  {name:28s}" + "  ".join(cells), flush=True)
 
 
 def main() -> None:
@@ -129,7 +130,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=120, help="of the GPT; 0 leaves it out")
     parser.add_argument("--updates", type=int, default=750, help="of Ripple; 0 leaves it out")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="beside constant 1; all")
     options = parser.parse_args()
+    for name in list(ARMS):
+        if options.arms and name not in ("constant 1", *options.arms):
+            del ARMS[name]
     torch.set_num_threads(1)
     if options.updates:
         report("Ripple", [folded(seed, options.updates) for seed in range(options.seeds)])

@@ -119,8 +119,8 @@ def _polar_backward(
         backward_slab(work, slab, grads, upward)
     return (
         grads.query.flip(2).transpose(0, 1).contiguous(),
-        grads.key.transpose(0, 1).contiguous(),
-        grads.value.transpose(0, 1).contiguous(),
+        grads.key.mT.transpose(0, 1).contiguous(),
+        grads.value.mT.transpose(0, 1).contiguous(),
         grads.own.flip(2).transpose(0, 1).contiguous(),
         grads.magnitude.transpose(0, 1).contiguous(),
         grads.tables,

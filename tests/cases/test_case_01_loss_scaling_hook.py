@@ -84,7 +84,7 @@ def test_case_01_half_activations_times_scaled_cotangents_stay_finite(dtype):
     torch.manual_seed(0)
     model = nn.Linear(40, 40, bias=False).to(dtype)
     optimizer = ResidualPolarTransport(model.parameters(), lr=1e-3)
-    optimizer.attach_model(model)
+    optimizer.attach_model(model, observe_every=1)
     x = (1e3 * torch.randn(64, 40)).to(dtype)
     y = model(x)
     cotangents = torch.randn(64, 40).clamp(-3, 3) * 2e4

@@ -60,7 +60,7 @@ class Scaled:
         self.x, self.y = torch.randn(8, 3), torch.randn(8, 2)
         self.model = nn.Linear(3, 2, bias=False)
         self.optimizer = ResidualPolarTransport(self.model.parameters(), lr=1e-2)
-        self.optimizer.attach_model(self.model)
+        self.optimizer.attach_model(self.model, observe_every=1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=scaled)
         self.ranks = []
 
@@ -196,10 +196,12 @@ def test_case_03_damped_low_rank_factor():
     floored = inverse_root(a, ridge=0.0, absolute=1e-4).root
     assert (floored - expected).abs().max() <= 2e-3
     assert (inverse_root(a, ridge=1e-4 * 512).root - expected).abs().max() <= 2e-3
-    # Added to the matrix, the damping itself is rounded: to 1e-7 of the largest eigenvalue.
+    # Added to the matrix, it is what 511 eigenvalues are, less than float32's rounding apart.
     added = a + 1e-4 * torch.eye(512)
     assert (inverse_root(added.double()).root - expected).abs().max() <= 2e-3
-    assert (inverse_root(added).root - expected).abs().max() <= 2e-2
+    assert (inverse_root(added).root - expected).abs().max() <= 2e-3
+    both = torch.stack([torch.eye(512), added])
+    assert (inverse_root(both).root[1] - expected).abs().max() <= 2e-3
     assert float(expected[0, 0]) == pytest.approx(9.982422, abs=1e-5)
     assert float(expected[0, 1]) == pytest.approx(-0.0175782, abs=1e-6)
 
@@ -299,7 +301,7 @@ def bf16_run(model, autocast=False):
     torch.manual_seed(6)
     x, y = torch.randn(64, 32), torch.randn(64, 32)
     optimizer = ResidualPolarTransport(model.parameters(), lr=1e-3, max_root_staleness=5)
-    optimizer.attach_model(model)
+    optimizer.attach_model(model, observe_every=1)
     first = [p.detach().clone().float() for p in model.parameters()]
     direction = None
     for _ in range(12):
@@ -833,7 +835,7 @@ class Float64Roots(FullRoots):
         return refresh._replace(condition=refresh.condition.float())
 
 
-def train_digits(roots, side, hidden, steps, constant_input=False):
+def train_digits(roots, side, hidden, steps, constant_input=False, rounding=False):
     torch.manual_seed(37)
     x, y = dead_digits(side)
     if constant_input:
@@ -842,6 +844,10 @@ def train_digits(roots, side, hidden, steps, constant_input=False):
         nn.Linear(side * side, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
         nn.Linear(hidden, 10),
     )  # fmt: skip
+    if rounding:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 6e-8 * torch.randn_like(p))
     optimizer = ResidualPolarTransport(
         model.parameters(), lr=3e-3, betas=(0.9, 0.95), roots=roots, max_root_staleness=10
     )
@@ -880,12 +886,15 @@ def test_case_37_constant_inputs(roots):
 def test_case_37_dead_inputs_in_full():
     losses, optimizer = train_digits(FullRoots(), 28, 128, 250)
     reference, _ = train_digits(Float64Roots(), 28, 128, 250)
+    # At a constant rate any rounding grows: with float64 roots in both runs, weights that start one
+    # rounding apart part by 1 % after some 16 steps and by 4 % of the first loss in the end. Float32
+    # roots do what such a rounding does (one twin samples it within a small factor), plus 1 %.
+    twin, _ = train_digits(Float64Roots(), 28, 128, 250, rounding=True)
     assert losses.isfinite().all()
-    # At a constant rate any rounding grows: once the loss is small the curves are compared by their ends.
-    curve, expected = smooth(losses), smooth(reference)
-    descent = int((expected < 0.1 * losses[0]).nonzero()[0])
-    assert ((curve - expected).abs() <= 0.01 * losses[0])[:descent].all()
-    assert curve[-1] <= expected[-1] + 0.05 * losses[0]
+    curve, expected, apart = smooth(losses), smooth(reference), smooth(twin)
+    chaos = (apart - expected).abs().cummax(0).values
+    assert ((curve - expected).abs() <= 0.01 * expected + 5 * chaos).all()
+    assert curve.min() < 0.1 * losses[0]
     assert optimizer.telemetry()["total"]["root_failures"] == 0
 
 

@@ -67,7 +67,7 @@ def single(data, dtype=torch.float32, observe=False, accumulate=1, **options):
     net = build(dtype)
     optimizer = rpt.ResidualPolarTransport(net.parameters(), 3e-3, **options)
     if observe:
-        optimizer.attach_model(net)
+        optimizer.attach_model(net, observe_every=1)
     train(net, optimizer, data, accumulate)
     return weights(net), optimizer
 
@@ -154,7 +154,7 @@ def test_ddp_gives_the_numbers_of_a_single_process(ranks):
 def _observed(ownership):
     net = DistributedDataParallel(build())
     optimizer = rpt.ResidualPolarTransport(net.parameters(), 3e-3, ownership=ownership)
-    optimizer.attach_model(net.module)
+    optimizer.attach_model(net.module, observe_every=1)
     train(net, optimizer, batches(5))
     state = [optimizer.state[p] for p in net.parameters()]
     return (

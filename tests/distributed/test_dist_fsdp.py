@@ -222,7 +222,7 @@ def _accumulated(names):
         else:
             net = shard(net, None)
         optimizer = rpt.ResidualPolarTransport(net.parameters(), 3e-3)
-        optimizer.attach_model(net)
+        optimizer.attach_model(net, observe_every=1)
         staged = []
         data = list(batches(6, dtype))
         for n, (x, y) in enumerate(data):

@@ -101,6 +101,17 @@ def test_a_resumed_run_keeps_weights_and_cadence(strategy, attach_first):
     assert optimizer.state[site]["observations"] == second.state[again]["observations"] >= 3
 
 
+@pytest.mark.parametrize(("preset", "expected"), [("drop_in", 2), ("paper", 5)])
+def test_the_cadence_of_a_preset(preset, expected):
+    """Every fourth step by default, every step under the published rule; said so, as said."""
+    for told, count in ((None, expected), (1, 5), (3, 2)):
+        model, optimizer = make(preset=preset)
+        optimizer.attach_model(model, **({} if told is None else {"observe_every": told}))
+        assert copy.deepcopy(optimizer)._observe_every == optimizer._observe_every
+        train(model, optimizer, range(5))
+        assert optimizer.state[model.down.base.weight]["observations"] == count
+
+
 def test_copies_of_optimizer_and_model_are_independent():
     model, optimizer = make()
     optimizer.attach_model(model)

@@ -14,7 +14,7 @@ def trained(steps=3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
     optimizer = ResidualPolarTransport(model.named_parameters(), lr=1e-2, **options)
-    optimizer.attach_model(model)
+    optimizer.attach_model(model, observe_every=1)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(16, 6)).square().mean().backward()
