@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .centroid import centroid
+from .convert import from_unit_space, unit_space
 from .curvature import Curvature, as_curvature_module
 from .distance import squared_distance
 from .gyro import gyro_add, gyro_negate, gyro_scale
 from .maps import exp_map_origin
 from .point import Point, PointLike, promote
 
-__all__ = ["GyroLayerNorm", "token_weights"]
+__all__ = ["GyroLayerNorm", "SpaceLayerNorm", "token_weights"]
 
 
 def token_weights(a: Tensor, key_padding_mask: Tensor | None, layer: str) -> tuple[Tensor, Tensor]:
@@ -122,3 +123,36 @@ class GyroLayerNorm(nn.Module):
     def extra_repr(self) -> str:
         """The dimension."""
         return f"{self.features}"
+
+
+class SpaceLayerNorm(nn.LayerNorm):
+    """A Euclidean layer norm of the space coordinates (in units of √k): what the ablation of the
+    paper starts from. It takes no mean over tokens.
+
+    Radii are limited to twice `radius_limit`, where the space coordinates stay finite. Gain and
+    bias are scale parameters, not decayed.
+    """
+
+    undecayed_parameters = ("weight", "bias")
+
+    def __init__(self, features: int, *, k: object = None, eps: float = 1e-5) -> None:
+        super().__init__(features, eps=eps)
+
+    def forward(  # type: ignore[override]
+        self, x: PointLike, key_padding_mask: object = None
+    ) -> Point:
+        """Points (…), (…, n) to points of the same shapes."""
+        ((a, u),) = promote(x)
+        space = unit_space(a, u)
+        # A layer norm does not change when its argument is scaled: no square overflows.
+        largest = space.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+        weight, bias = self.weight.to(a.dtype), self.bias.to(a.dtype)
+        eps = self.eps / (largest * largest).clamp(max=1e30)
+        scaled = space / largest
+        centred = scaled - scaled.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return from_unit_space(centred * torch.rsqrt(variance + eps) * weight + bias)
+
+    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
+        """No matrix, no site."""
+        return []
