@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -118,8 +119,8 @@ class PolarConv2d(nn.Module):
         time = torch.sqrt(1.0 + squares)
         h = channels_last(out)[..., : self.out_channels]
         h = h + time.unsqueeze(-1) * self.time_weight.to(a.dtype)
-        nonzero = (h != 0).any(-1)
-        norm, direction = norm_and_direction(torch.where(nonzero.unsqueeze(-1), h, 0.0))
+        norm, direction = norm_and_direction(h, at_zero=math.inf)
+        nonzero = norm > 0
         log_radius = torch.log(torch.where(nonzero, norm, 1.0))
         if self.radius_rule == "anchored":
             # cosh of twice the radius of the concatenation is 1 + 2Σ sinh² a.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -146,8 +147,8 @@ class PolarLinear(nn.Module):
             h = self.activation(scale.unsqueeze(-1) * h)
             log_scale = -torch.log(root)
         # The zero vector has no direction to learn from: no gradient, instead of a huge one.
-        nonzero = (h != 0).any(-1)
-        norm, direction = norm_and_direction(torch.where(nonzero.unsqueeze(-1), h, 0.0))
+        norm, direction = norm_and_direction(h, at_zero=math.inf)
+        nonzero = norm > 0
         log_norm = torch.log(torch.where(nonzero, norm, 1.0)) + log_scale
         log_radius = self.log_radius(log_norm, a, chi, u)
         return Point(torch.where(nonzero, asinh_exp(log_radius), 0.0), direction)
@@ -160,7 +161,8 @@ class PolarLinear(nn.Module):
         if self.radius_rule == "lorentz":
             return log_norm + offset
         power = 1.0 + self.norm_power_change.to(a.dtype)
-        by_direction = (chi * self.radius_direction.to(a.dtype)).sum(-1)
+        with without_autocast(a.device.type):
+            by_direction = chi @ self.radius_direction.to(a.dtype)
         bias = self.radius_bias.to(a.dtype) + offset
         return power * log_norm + self.radius_gain.to(a.dtype) * a + by_direction + bias
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .centroid import centroid
 from .convert import from_unit_space, unit_space
 from .curvature import Curvature, as_curvature_module
-from .distance import squared_distance
 from .gyro import gyro_add, gyro_negate, gyro_scale
 from .maps import exp_map_origin
 from .point import Point, PointLike, promote
@@ -107,13 +106,15 @@ class GyroLayerNorm(nn.Module):
         weights, count = token_weights(a, key_padding_mask, "GyroLayerNorm")
         mean = centroid((a, u), weights)
         mean = Point(mean.a.unsqueeze(-1), mean.u.unsqueeze(-2))
-        variance = (weights * squared_distance((a, u), mean, k=k)).sum(-1, keepdim=True)
+        # Centring is an isometry: a token's distance to the mean is its radius afterwards.
+        centred = gyro_add(gyro_negate(mean), (a, u))
+        variance = k * (weights * centred.a.square()).sum(-1, keepdim=True)
         gain = torch.exp(self.log_gain.to(a.dtype) + self.initial_log_gain.to(a.dtype))
         # A lone token lies at its own mean; what rounding leaves there must not be blown up.
         factor = torch.where(count > 1, gain * torch.rsqrt(variance + self.eps), 0.0)
-        centred = gyro_add(gyro_negate(mean), (a, u))
         scaled = gyro_scale(factor, centred)
-        scaled = Point(scaled.a, torch.where((count > 1).unsqueeze(-1), scaled.u, 0.0))
+        if key_padding_mask is not None or a.shape[-1] < 2:
+            scaled = Point(scaled.a, torch.where((count > 1).unsqueeze(-1), scaled.u, 0.0))
         return gyro_add(exp_map_origin(self.bias.to(a.dtype), k=k), scaled)
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:

@@ -121,20 +121,45 @@ def sinhc_of_root(z: Tensor) -> Tensor:
     return torch.where(small, series, torch.sinh(root) / root)
 
 
-def norm_and_direction(x: Tensor, at_zero: Tensor | None = None) -> tuple[Tensor, Tensor]:
+class _NormAndDirection(torch.autograd.Function):
+    """‖x‖ and x/‖x‖ with the closed-form backward, half the passes of the composed one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, at_zero: Tensor) -> tuple[Tensor, Tensor]:
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > 0, largest, 1.0)
+        # Infinite components would give inf/inf: leave them as they are, no point before either.
+        scaled = x / scale
+        length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+        direction = scaled / torch.where(length > 0, length, 1.0)
+        return (length * scale).squeeze(-1), direction
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
+        ctx.save_for_backward(*output, inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None]:
+        norm, direction, at_zero = ctx.saved_tensors
+        divisor = torch.where(norm > 0, norm, at_zero).unsqueeze(-1)
+        along = (direction * by_direction).sum(-1, keepdim=True)
+        across = torch.addcmul(by_direction, direction, along, value=-1.0) / divisor
+        return torch.addcmul(across, direction, by_norm.unsqueeze(-1)), None
+
+
+def norm_and_direction(x: Tensor, at_zero: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
     """Split vectors (…, n) into norms (…) and unit directions (…, n).
 
     The zero vector has norm 0 (gradient 0) and direction 0, whose gradient with respect to `x` is
-    the identity, or 1/`at_zero` (…): the convention for gradients at the origin. Components as
-    large or small as the dtype allows neither overflow nor vanish when squared.
+    the identity, or 1/`at_zero` (a number or (…)): the convention for gradients at the origin;
+    infinity means no gradient. Components as large or small as the dtype allows neither overflow
+    nor vanish when squared.
     """
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    scale = torch.where(largest > 0, largest, 1.0)
-    # Infinite components would give inf/inf: leave them as they are, they were no point before.
-    scaled = x / scale
-    squared = (scaled * scaled).sum(-1, keepdim=True)
-    nonzero = squared > 0
-    length = torch.sqrt(torch.where(nonzero, squared, 1.0))
-    norm = torch.where(nonzero, length * scale, 0.0)
-    divisor = torch.where(nonzero, length * scale, 1.0 if at_zero is None else at_zero[..., None])
-    return norm.squeeze(-1), x / divisor
+    fill = 1.0 if at_zero is None else at_zero
+    if not isinstance(fill, Tensor):
+        fill = torch.full((), fill, dtype=x.dtype, device=x.device)
+    return _NormAndDirection.apply(x, fill)
