@@ -30,26 +30,67 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     return result
 
 
+class _Scalar(torch.autograd.Function):
+    """A function of one tensor with a closed-form derivative, itself differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+
+class _LogCosh(_Scalar):
+    @staticmethod
+    def forward(a: Tensor) -> Tensor:
+        return a + torch.log1p(torch.exp(-2.0 * a)) - _LN2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.tanh(ctx.saved_tensors[0])
+
+
+class _LogSinh(_Scalar):
+    @staticmethod
+    def forward(a: Tensor) -> Tensor:
+        safe = a.clamp(min=0.5)
+        large = safe + torch.log1p(-torch.exp(-2.0 * safe)) - _LN2
+        return torch.where(a < 1.0, torch.log(torch.sinh(a.clamp(0.0, 1.0))), large)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (a, _) = ctx.saved_tensors
+        positive = a > 0
+        return torch.where(positive, gradient / torch.tanh(torch.where(positive, a, 1.0)), 0.0)
+
+
+class _AsinhExp(_Scalar):
+    @staticmethod
+    def forward(log_value: Tensor) -> Tensor:
+        large = log_value.clamp(min=0.0)
+        large = large + torch.log1p(torch.sqrt(1.0 + torch.exp(-2.0 * large)))
+        small = torch.asinh(torch.exp(log_value.clamp(max=0.0)))
+        return torch.where(log_value > 0, large, small)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        # e^ℓ/√(1 + e^2ℓ) = tanh arsinh e^ℓ, and 0 at ℓ = −∞.
+        return gradient * torch.tanh(ctx.saved_tensors[1])
+
+
 def log_cosh(a: Tensor) -> Tensor:
     """ln cosh a for a ≥ 0, without forming cosh a."""
-    return a + torch.log1p(torch.exp(-2.0 * a)) - _LN2
+    return _LogCosh.apply(a)
 
 
 def log_sinh(a: Tensor) -> Tensor:
     """ln sinh a for a > 0 without forming sinh a; at a = 0 the value is −inf, the gradient 0."""
-    positive = a > 0
-    safe = torch.where(positive, a, 1.0)
-    small = torch.log(torch.sinh(safe.clamp(max=1.0)))
-    large = safe + torch.log1p(-torch.exp(-2.0 * safe.clamp(min=0.5))) - _LN2
-    return torch.where(positive, torch.where(safe < 1.0, small, large), -torch.inf)
+    return _LogSinh.apply(a)
 
 
 def asinh_exp(log_value: Tensor) -> Tensor:
     """arsinh(e^ℓ): the rescaled radius whose ln sinh is ℓ. ℓ = −inf gives 0 with gradient 0."""
-    large = log_value.clamp(min=0.0)
-    large = large + torch.log1p(torch.sqrt(1.0 + torch.exp(-2.0 * large)))
-    small = torch.asinh(torch.exp(log_value.clamp(max=0.0)))
-    return torch.where(log_value > 0, large, small)
+    return _AsinhExp.apply(log_value)
 
 
 def _root_pieces(c: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,12 +154,30 @@ def cosh_of_root(z: Tensor) -> Tensor:
     return torch.where(small, _polynomial(torch.where(small, z, 0.0), _COSH), torch.cosh(root))
 
 
+_SINHC_SLOPE = tuple(n / math.factorial(2 * n + 1) for n in range(1, 9))
+
+
+class _SinhcOfRoot(_Scalar):
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        small = z < 0.5
+        root = torch.sqrt(torch.where(small, 1.0, z))
+        series = _polynomial(torch.where(small, z, 0.0), _SINHC)
+        return torch.where(small, series, torch.sinh(root) / root)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        z, sinhc = ctx.saved_tensors
+        small = z < 0.5
+        safe = torch.where(small, 1.0, z)
+        series = _polynomial(torch.where(small, z, 0.0), _SINHC_SLOPE)
+        slope = (torch.cosh(torch.sqrt(safe)) - sinhc) / (2.0 * safe)
+        return gradient * torch.where(small, series, slope)
+
+
 def sinhc_of_root(z: Tensor) -> Tensor:
     """sinh(√z)/√z for z ≥ 0, smooth at 0 to all orders."""
-    small = z < 0.5
-    root = torch.sqrt(torch.where(small, 1.0, z))
-    series = _polynomial(torch.where(small, z, 0.0), _SINHC)
-    return torch.where(small, series, torch.sinh(root) / root)
+    return _SinhcOfRoot.apply(z)
 
 
 class _NormAndDirection(torch.autograd.Function):
