@@ -72,13 +72,13 @@ def build(arithmetic: str, options: dict[str, Any], data: Any, arguments: Any) -
     return MODELS[arithmetic](config)
 
 
-def make_optimizer(name: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module, rate: float, compiled: bool) -> Any:
     """Scales, rates and tables are spared from weight decay, in every arm."""
     groups = lorentz.parameter_groups(model, weight_decay=0.05)
     if name == "AdamW":
         return lorentz.RiemannianAdamW(groups, lr=rate)
     optimizer = rpt.ResidualPolarTransport(groups, lr=rate)
-    optimizer.attach_model(model)
+    optimizer.attach_model(model, strategy="compiled" if compiled else "hook")
     return optimizer
 
 
@@ -113,7 +113,7 @@ def train(arm: tuple[str, dict[str, Any], str], seed: int, arguments: Any, label
     if arithmetic != "euclidean":
         images = next(iter(load(arguments.data, arguments.batch, 1234).train))[0]
         lorentz.calibrate_(model, images.to(device), target_radius=1.0)
-    optimizer = make_optimizer(optimizer_name, model, arguments.rate)
+    optimizer = make_optimizer(optimizer_name, model, arguments.rate, arguments.compile)
     if arguments.compile:
         for block in model.blocks:
             block.compile()

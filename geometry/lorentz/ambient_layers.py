@@ -180,7 +180,13 @@ class AmbientBoostEncoding(BoostEncoding):
 class AmbientHeadGain(HeadGain):
     """`HeadGain` in ambient arithmetic: (…, 1 + n) → (…, H, 1 + n/H), time recomputed."""
 
-    curvature: Curvature
+    # In a tuple, so that it is no submodule: the polar layer has none, and names must agree.
+    shared_curvature: tuple[Curvature]
+
+    @property
+    def curvature(self) -> Curvature:
+        """The attention layer's."""
+        return self.shared_curvature[0]
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Split and scale the space coordinates."""
@@ -198,7 +204,7 @@ class AmbientMultiheadAttention(PolarMultiheadAttention):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         for gain in (self.query_heads, self.key_heads, self.value_heads):
-            gain.curvature = self.curvature
+            gain.shared_curvature = (self.curvature,)
 
     def forward(self, x: Tensor, *, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """(batch, P, 1 + n) to the same shape."""

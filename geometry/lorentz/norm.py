@@ -75,7 +75,7 @@ class GyroLayerNorm(nn.Module):
         super().__init__()
         self.features, self.eps = features, eps
         self.curvature = as_curvature_module(k)
-        start = float(self.curvature().detach())
+        start = self.curvature.initial
         gain = math.sqrt(start) * math.asinh(math.sqrt(features / start))
         self.log_gain = nn.Parameter(torch.zeros(()))
         self.bias = nn.Parameter(torch.zeros(features))
