@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .chord import pair_chord
-from .convert import asinh_of_norm
 from .distance import half_squared_chord
 from .point import (
     Point,
@@ -17,7 +16,7 @@ from .point import (
     radius_limit,
     without_autocast,
 )
-from .scalar import norm_and_direction
+from .scalar import asinh_of_norm, norm_and_direction
 
 __all__ = ["centroid", "centroids", "point_from_sums"]
 

@@ -15,19 +15,9 @@ from .point import (
     radius_limit,
     square_root,
 )
-from .scalar import asinh_exp, norm_and_direction
+from .scalar import asinh_of_norm, norm_and_direction
 
 __all__ = ["from_ambient", "from_space", "to_ambient", "to_space"]
-
-
-def asinh_of_norm(norm: Tensor) -> Tensor:
-    """arsinh of a norm, also where its square would overflow."""
-    large = norm > 1.0
-    return torch.where(
-        large,
-        asinh_exp(torch.log(torch.where(large, norm, 1.0))),
-        torch.asinh(torch.where(large, 1.0, norm)),
-    )
 
 
 def unit_space(a: Tensor, u: Tensor) -> Tensor:

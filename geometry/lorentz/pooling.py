@@ -8,10 +8,10 @@ from torch.nn import functional
 
 from .centroid import centroid
 from .conv import channels_first, channels_last
-from .convert import asinh_of_norm, from_unit_space, unit_space
+from .convert import from_unit_space, unit_space
 from .distance import cosh_distance_minus_one
 from .point import Point, PointLike, promote, radius_limit
-from .scalar import norm_and_direction
+from .scalar import asinh_of_norm, norm_and_direction
 
 __all__ = [
     "CentroidPool2d",

@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = [
     "arcosh1p",
     "asinh_exp",
+    "asinh_of_norm",
     "cosh_of_root",
     "log_cosh",
     "log_sinh",
@@ -78,6 +79,19 @@ class _AsinhExp(_Scalar):
         return gradient * torch.tanh(ctx.saved_tensors[1])
 
 
+class _AsinhOfNorm(_Scalar):
+    """torch's derivative squares the norm, which overflows."""
+
+    @staticmethod
+    def forward(norm: Tensor) -> Tensor:
+        return torch.asinh(norm)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        norm = ctx.saved_tensors[0]
+        return gradient / torch.hypot(norm, torch.ones_like(norm))
+
+
 def log_cosh(a: Tensor) -> Tensor:
     """ln cosh a for a ≥ 0, without forming cosh a."""
     return _LogCosh.apply(a)
@@ -91,6 +105,11 @@ def log_sinh(a: Tensor) -> Tensor:
 def asinh_exp(log_value: Tensor) -> Tensor:
     """arsinh(e^ℓ): the rescaled radius whose ln sinh is ℓ. ℓ = −inf gives 0 with gradient 0."""
     return _AsinhExp.apply(log_value)
+
+
+def asinh_of_norm(norm: Tensor) -> Tensor:
+    """arsinh of a norm, also where its square would overflow."""
+    return _AsinhOfNorm.apply(norm)
 
 
 def _root_pieces(c: Tensor) -> tuple[Tensor, Tensor]:
