@@ -64,7 +64,7 @@ def boost_step(
     squared = (step * step * (c * (2.0 - c)).clamp(min=0.0)).clamp(max=1600.0)
     tilt = sinhc_of_root(squared) * step
     # tanh(0) u + 0 has no direction of its own: u := v stays.
-    keep = torch.where(no_direction & (a == 0), 1.0, torch.tanh(a)) + tilt * c
+    keep = torch.tanh(a) + (no_direction & (a == 0)) + tilt * c
     _, direction = norm_and_direction(keep.unsqueeze(-1) * u + tilt.unsqueeze(-1) * e)
     direction = torch.sign(new_a).unsqueeze(-1) * direction
     return Point(new_a.abs(), direction)

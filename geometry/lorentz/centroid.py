@@ -24,20 +24,15 @@ __all__ = ["centroid", "centroids", "point_from_sums"]
 def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
     """The centroid from V = Σ w sinh(a) u (…, n) and E + S = T − ‖V‖ (…), T = Σ w cosh a.
 
-    a_μ = ½[ln(E+S+2‖V‖) − ln(E+S)], because T + ‖V‖ = E + S + 2‖V‖; for small radii
-    arsinh(‖V‖/√((E+S)(T+‖V‖))). All-zero sums (no weight at all) give the origin.
+    a_μ = arsinh(‖V‖/√((E+S)(T+‖V‖))), and T + ‖V‖ = E + S + 2‖V‖. All-zero sums (no weight at
+    all) give the origin.
     """
-    weightless = deficit <= 0
-    deficit = torch.where(weightless, 1.0, deficit)
+    deficit = deficit + (deficit <= 0)
     norm = norm_and_direction(space_sum)[0]
     total = deficit + 2.0 * norm
     root = torch.sqrt(deficit) * torch.sqrt(total)
     norm, direction = norm_and_direction(space_sum, at_zero=root)
-    sinh_radius = norm / root
-    large = sinh_radius > 1.0
-    log_form = 0.5 * (torch.log(total) - torch.log(deficit))
-    small_form = asinh_of_norm(torch.where(large, 0.0, sinh_radius))
-    return Point(torch.where(large, log_form, small_form), direction)
+    return Point(asinh_of_norm(norm / root), direction)
 
 
 def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,7 +41,7 @@ def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ((a, u),) = promote(points)
     a = a.clamp(max=radius_limit(a.dtype))
     at_origin = is_origin(a, u)
-    return torch.where(at_origin, 1.0, torch.sinh(a)), torch.exp(-a), u, at_origin
+    return torch.sinh(a) + at_origin, torch.exp(-a), u, at_origin
 
 
 def _check_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,7 +87,7 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
         space_sum = (whole * nearly + mass @ off).squeeze(-2)
     direction = norm_and_direction(space_sum)[1].unsqueeze(-2)
     # ½‖u − û‖² − ½‖û‖² at an origin: zero, with the derivative by its space coordinates.
-    excess = torch.where(at_origin, 0.5 * (direction * direction).sum(-1), 0.0)
+    excess = at_origin * (0.5 * (direction * direction).sum(-1))
     terms = falling + sinh_a * half_squared_chord(u, direction) - excess
     deficit = (weights * terms).sum(-1)
     return point_from_sums(space_sum, deficit)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from .convert import unit_space
 from .curvature import Curvature, as_curvature_module
 from .point import Point, PointLike, promote, radius_limit, without_autocast
-from .scalar import arcosh1p, asinh_exp, norm_and_direction
+from .scalar import arcosh1p, asinh_exp, log_of_norm, norm_and_direction
 
 __all__ = ["PolarConv2d", "channels_first", "channels_last"]
 
@@ -120,8 +120,7 @@ class PolarConv2d(nn.Module):
         h = channels_last(out)[..., : self.out_channels]
         h = h + time.unsqueeze(-1) * self.time_weight.to(a.dtype)
         norm, direction = norm_and_direction(h, at_zero=math.inf)
-        nonzero = norm > 0
-        log_radius = torch.log(torch.where(nonzero, norm, 1.0))
+        log_radius = log_of_norm(norm)
         if self.radius_rule == "anchored":
             # cosh of twice the radius of the concatenation is 1 + 2Σ sinh² a.
             field_radius = 0.5 * arcosh1p(2.0 * squares)
@@ -131,7 +130,7 @@ class PolarConv2d(nn.Module):
                 + out[:, -1] / time
                 + self.radius_bias.to(a.dtype)
             )
-        return Point(torch.where(nonzero, asinh_exp(log_radius), 0.0), direction)
+        return Point(asinh_exp(log_radius) * (norm > 0), direction)
 
     def _box_sum(self, squares: Tensor) -> Tensor:
         """(batch, height, width) → sums over receptive fields (batch, height′, width′)."""

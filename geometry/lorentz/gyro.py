@@ -48,8 +48,8 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     c = 0.5 * (e * e).sum(-1)
     rise = 2.0 * half * half
     # At an origin u (or v) stands for its space coordinates; nothing of this changes a value.
-    scale = torch.where(y_origin, 1.0, sinh_b)
-    offset = torch.where(y_origin, 0.5, 0.0)
-    along = torch.sinh(a - b) + rise * scale * (c - offset) - torch.where(y_origin, 1.0, 0.0)
+    y_origin = y_origin.to(a.dtype)
+    scale = sinh_b + y_origin
+    along = torch.sinh(a - b) + rise * scale * (c - 0.5 * y_origin) - y_origin
     along = torch.where(x_origin, torch.cosh(b) - scale, along)
     return from_unit_space(scale.unsqueeze(-1) * e + along.unsqueeze(-1) * u)

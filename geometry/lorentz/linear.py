@@ -12,7 +12,7 @@ from .convert import klein
 from .curvature import Curvature, as_curvature_module
 from .point import Point, PointLike, promote, radius_limit, without_autocast
 from .radius import RadiusRule, make_radius_rule
-from .scalar import asinh_exp, log_cosh, norm_and_direction
+from .scalar import asinh_exp, log_cosh, log_of_norm, norm_and_direction
 
 __all__ = ["PolarLinear", "PolarMLP"]
 
@@ -148,10 +148,9 @@ class PolarLinear(nn.Module):
             log_scale = -torch.log(root)
         # The zero vector has no direction to learn from: no gradient, instead of a huge one.
         norm, direction = norm_and_direction(h, at_zero=math.inf)
-        nonzero = norm > 0
-        log_norm = torch.log(torch.where(nonzero, norm, 1.0)) + log_scale
-        log_radius = self.log_radius(log_norm, a, chi, u)
-        return Point(torch.where(nonzero, asinh_exp(log_radius), 0.0), direction)
+        log_norm = log_of_norm(norm) + log_scale
+        radius = asinh_exp(self.log_radius(log_norm, a, chi, u))
+        return Point(radius * (norm > 0), direction)
 
     def log_radius(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:
         """ℓ = ln sinh a′ from ln(‖h‖/√k), the input radius (…), Klein vector and u (…, n)."""

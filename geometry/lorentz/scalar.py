@@ -14,6 +14,7 @@ __all__ = [
     "asinh_of_norm",
     "cosh_of_root",
     "log_cosh",
+    "log_of_norm",
     "log_sinh",
     "norm_and_direction",
     "sinh_ratio",
@@ -206,13 +207,12 @@ class _NormAndDirection(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, at_zero: Tensor) -> tuple[Tensor, Tensor]:
-        largest = x.abs().amax(-1, keepdim=True)
-        scale = torch.where(largest > 0, largest, 1.0)
-        # Infinite components would give inf/inf: leave them as they are, no point before either.
+        # Infinite components give inf/inf: leave them as they are, no vector before either.
+        tiny = torch.finfo(x.dtype).tiny
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=tiny)
         scaled = x / scale
         length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-        direction = scaled / torch.where(length > 0, length, 1.0)
-        return (length * scale).squeeze(-1), direction
+        return (length * scale).squeeze(-1), scaled / length.clamp(min=tiny)
 
     @staticmethod
     def setup_context(
@@ -227,6 +227,11 @@ class _NormAndDirection(torch.autograd.Function):
         along = (direction * by_direction).sum(-1, keepdim=True)
         across = torch.addcmul(by_direction, direction, along, value=-1.0) / divisor
         return torch.addcmul(across, direction, by_norm.unsqueeze(-1)), None
+
+
+def log_of_norm(norm: Tensor) -> Tensor:
+    """ln of a norm (…); for 0 a large negative number with gradient 0."""
+    return torch.log(norm.clamp(min=torch.finfo(norm.dtype).tiny))
 
 
 def norm_and_direction(x: Tensor, at_zero: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
