@@ -4,10 +4,14 @@ Points are pairs (a, u) (`Point`); the ambient baseline is in `rpt.geometry.lore
 """
 
 from .activation import PolarDropout, PolarReLU, SpaceActivation, homogeneous_activation
+from .ambient_unet import AmbientUNet
+from .ambient_vit import AmbientViT
 from .attention import PolarCache, PolarMultiheadAttention
+from .batch_norm import PolarBatchNorm2d
 from .boost import axis_boost, boost, boost_step
 from .calibrate import calibrate_
 from .centroid import centroid, centroids
+from .conv import PolarConv2d
 from .convert import from_ambient, from_space, to_ambient, to_space
 from .curvature import Curvature
 from .dense_attention import dense_attention
@@ -19,6 +23,7 @@ from .distance import (
     squared_distance,
 )
 from .embedding import LorentzEmbedding, PatchEmbedding, PositionTable, sine_cosine_table
+from .euclidean_vit import EuclideanViT
 from .fused_attention import fused_attention
 from .gyro import gyro_add, gyro_negate, gyro_scale
 from .heads import HeadGain, join_heads, split_heads
@@ -35,10 +40,19 @@ from .linear import PolarLinear, PolarMLP
 from .manifold import LorentzManifold, LorentzParameter, pack, unpack
 from .maps import exp_map, exp_map_origin, log_map, log_map_origin, parallel_transport
 from .mlr import LorentzMLR, mlr_logits
-from .norm import GyroLayerNorm
+from .norm import GyroLayerNorm, SpaceLayerNorm
 from .optim import RiemannianAdamW, parameter_groups
 from .point import Point, PointLike, Tangent, TangentLike, origin_like, radius_limit
+from .pooling import (
+    CentroidPool2d,
+    PolarMaxPool2d,
+    centroid_pool2d,
+    concatenate,
+    max_pool2d,
+    upsample2x,
+)
 from .position import BoostEncoding, HorosphericalEncoding
+from .radius import RADIUS_RULES
 from .residual import BoostResidual, GyroResidual, SpaceResidual
 from .score import ScoreCoordinates, polar_score_coordinates
 from .tangent import (
@@ -49,11 +63,22 @@ from .tangent import (
     tangent_norm,
     tangent_to_ambient,
 )
+from .unet import PolarUNet, dice_score, segmentation_loss
+from .vit import PolarViT
+from .vit_config import ABLATION, RADIUS_ABLATION, SIZES, ViTConfig
 
 __all__ = [
+    "ABLATION",
+    "RADIUS_ABLATION",
+    "RADIUS_RULES",
+    "SIZES",
+    "AmbientUNet",
+    "AmbientViT",
     "BoostEncoding",
     "BoostResidual",
+    "CentroidPool2d",
     "Curvature",
+    "EuclideanViT",
     "GyroLayerNorm",
     "GyroResidual",
     "HalfSpace",
@@ -66,26 +91,36 @@ __all__ = [
     "PatchEmbedding",
     "Point",
     "PointLike",
+    "PolarBatchNorm2d",
     "PolarCache",
+    "PolarConv2d",
     "PolarDropout",
     "PolarLinear",
     "PolarMLP",
+    "PolarMaxPool2d",
     "PolarMultiheadAttention",
     "PolarReLU",
+    "PolarUNet",
+    "PolarViT",
     "PositionTable",
     "RiemannianAdamW",
     "ScoreCoordinates",
     "SpaceActivation",
+    "SpaceLayerNorm",
     "SpaceResidual",
     "Tangent",
     "TangentLike",
+    "ViTConfig",
     "axis_boost",
     "boost",
     "boost_step",
     "calibrate_",
     "centroid",
+    "centroid_pool2d",
     "centroids",
+    "concatenate",
     "dense_attention",
+    "dice_score",
     "distance",
     "distance_to_origin",
     "exp_map",
@@ -107,6 +142,7 @@ __all__ = [
     "join_heads",
     "log_map",
     "log_map_origin",
+    "max_pool2d",
     "mlr_logits",
     "origin_like",
     "pack",
@@ -117,6 +153,7 @@ __all__ = [
     "parameter_groups",
     "polar_score_coordinates",
     "radius_limit",
+    "segmentation_loss",
     "sine_cosine_table",
     "split_heads",
     "squared_distance",
@@ -127,4 +164,5 @@ __all__ = [
     "to_half_space",
     "to_space",
     "unpack",
+    "upsample2x",
 ]

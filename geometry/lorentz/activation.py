@@ -26,9 +26,7 @@ def homogeneous_activation(x: PointLike, activation: Callable[[Tensor], Tensor])
     somewhere = (norm > 0) & (a > 0)
     log_radius = log_sinh(torch.where(a > 0, a, 1.0)) + torch.log(torch.where(norm > 0, norm, 1.0))
     # An origin passes the gradient of its space coordinates on; elsewhere a zero result has none.
-    direction = torch.where(
-        (somewhere | is_origin(a, u)).unsqueeze(-1), direction, torch.zeros_like(direction)
-    )
+    direction = (somewhere | is_origin(a, u)).to(u.dtype).unsqueeze(-1) * direction
     return Point(torch.where(somewhere, asinh_exp(log_radius), 0.0), direction)
 
 

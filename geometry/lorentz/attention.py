@@ -77,7 +77,7 @@ class PolarMultiheadAttention(nn.Module):
         num_heads: H, which divides n.
         k: curvature −1/k, a number or a shared `Curvature`.
         position: encoding of queries and keys, `HorosphericalEncoding` or `BoostEncoding`.
-        radius: the radius rule of the four maps, see `PolarLinear`.
+        radius, radius_std: the radius rule of the four maps, see `PolarLinear`.
         fused: the memory-linear path with a closed-form backward; False takes the dense
             reference, which is twice differentiable.
         is_causal: whether a query sees only tokens up to its own, by default of `forward`.
@@ -87,6 +87,8 @@ class PolarMultiheadAttention(nn.Module):
     """
 
     undecayed_parameters = ("log_temperature",)
+    layer = PolarLinear
+    head_gain = HeadGain
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class PolarMultiheadAttention(nn.Module):
         k: float | Curvature = 1.0,
         position: HorosphericalEncoding | BoostEncoding | None = None,
         radius: str = "anchored",
+        radius_std: float = 0.0,
         fused: bool = True,
         is_causal: bool = False,
     ) -> None:
@@ -111,10 +114,19 @@ class PolarMultiheadAttention(nn.Module):
             )
         self.curvature = as_curvature_module(k)
         self.query, self.key, self.value, self.output = (
-            PolarLinear(embed_dim, embed_dim, k=self.curvature, radius=radius, init="orthogonal")
+            self.layer(
+                embed_dim,
+                embed_dim,
+                k=self.curvature,
+                radius=radius,
+                radius_std=radius_std,
+                init="orthogonal",
+            )
             for _ in range(4)
         )
-        self.query_heads, self.key_heads, self.value_heads = (HeadGain(num_heads) for _ in range(3))
+        self.query_heads, self.key_heads, self.value_heads = (
+            self.head_gain(num_heads) for _ in range(3)
+        )
         self.position = position
         self.log_temperature = nn.Parameter(torch.zeros(()))
         self.fused, self.is_causal = fused, is_causal

@@ -8,7 +8,6 @@ from torch import Tensor
 from .gyro import gyro_add
 from .point import Point, PointLike, promote
 from .scalar import norm_and_direction, sinhc_of_root
-from .tangent import perpendicular_part
 
 __all__ = ["axis_boost", "boost", "boost_step"]
 
@@ -50,21 +49,22 @@ def boost_step(
     """
     (a, u), (b, v) = promote(x, y)
     alpha = torch.as_tensor(alpha, device=a.device).to(a.dtype)
-    u = torch.where((u == 0).all(-1, keepdim=True), v, u)
-    cosine = (u * v).sum(-1)
-    along = b * cosine
-    across = b.unsqueeze(-1) * perpendicular_part(u, v)
+    no_direction = u.detach().abs().amax(-1) == 0
+    u = torch.addcmul(u, no_direction.to(u.dtype).unsqueeze(-1), v)
+    # v − (u·v) u = e + c u, with e = v − u and c = ½‖e‖² = 1 − u·v.
+    e = v - u
+    c = 0.5 * (e * e).sum(-1)
+    along = b * (1.0 - c)
     radial = along
     if mean_weights is not None:
         radial = along - (mean_weights.to(a.dtype) * along).sum(-1, keepdim=True)
     new_a = a + alpha * radial
     # ‖α across‖ beyond the limit tilts no further than float can tell.
-    squared = (alpha * alpha * (across * across).sum(-1)).clamp(max=1600.0)
-    tilt = (alpha * sinhc_of_root(squared)).unsqueeze(-1) * across
-    tilted = torch.tanh(a).unsqueeze(-1) * u + tilt
-    norm, direction = norm_and_direction(tilted)
+    step = alpha * b
+    squared = (step * step * (c * (2.0 - c)).clamp(min=0.0)).clamp(max=1600.0)
+    tilt = sinhc_of_root(squared) * step
     # tanh(0) u + 0 has no direction of its own: u := v stays.
-    direction = torch.where((norm > 0).unsqueeze(-1), direction, u)
-    direction = torch.where((new_a < 0).unsqueeze(-1), -direction, direction)
-    direction = torch.where((new_a == 0).unsqueeze(-1), 0.0, direction)
+    keep = torch.tanh(a) + (no_direction & (a == 0)) + tilt * c
+    _, direction = norm_and_direction(keep.unsqueeze(-1) * u + tilt.unsqueeze(-1) * e)
+    direction = torch.sign(new_a).unsqueeze(-1) * direction
     return Point(new_a.abs(), direction)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .convert import from_ambient, to_ambient
 from .heads import HeadGain
 from .linear import PolarLinear
 from .point import Point
@@ -61,15 +62,20 @@ def calibrate_(model: nn.Module, batch: Any, target_radius: float = 1.0) -> nn.M
     default = target_radius / _root_of_first(layers)
     done: set[int] = set()
 
-    def hook(layer: nn.Module, _: Any, output: Point) -> Point | None:
+    def hook(layer: nn.Module, _: Any, output: Point | Tensor) -> Point | Tensor | None:
         if id(layer) in done:
             return None
         done.add(id(layer))
         target = default
         if isinstance(layer, PolarLinear):
             target = target_radius / math.sqrt(float(layer.curvature()))
-        shift, moved = _shift(output, target, isinstance(layer, HeadGain))
         assert isinstance(layer, PolarLinear | HeadGain)
+        if isinstance(output, Tensor):
+            k = layer.curvature()
+            shift, moved = _shift(from_ambient(output, k=k), target, isinstance(layer, HeadGain))
+            layer.shift_log_radius_(shift)
+            return to_ambient(moved, k=k)
+        shift, moved = _shift(output, target, isinstance(layer, HeadGain))
         layer.shift_log_radius_(shift)
         return moved
 

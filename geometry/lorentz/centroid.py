@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .chord import pair_chord
-from .convert import asinh_of_norm
 from .distance import half_squared_chord
 from .point import (
     Point,
@@ -17,7 +16,7 @@ from .point import (
     radius_limit,
     without_autocast,
 )
-from .scalar import norm_and_direction
+from .scalar import asinh_of_norm, norm_and_direction
 
 __all__ = ["centroid", "centroids", "point_from_sums"]
 
@@ -25,28 +24,24 @@ __all__ = ["centroid", "centroids", "point_from_sums"]
 def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
     """The centroid from V = Σ w sinh(a) u (…, n) and E + S = T − ‖V‖ (…), T = Σ w cosh a.
 
-    a_μ = ½[ln(E+S+2‖V‖) − ln(E+S)], because T + ‖V‖ = E + S + 2‖V‖; for small radii
-    arsinh(‖V‖/√((E+S)(T+‖V‖))). All-zero sums (no weight at all) give the origin.
+    a_μ = arsinh(‖V‖/√((E+S)(T+‖V‖))), and T + ‖V‖ = E + S + 2‖V‖. All-zero sums (no weight at
+    all) give the origin.
     """
-    weightless = deficit <= 0
-    deficit = torch.where(weightless, 1.0, deficit)
+    deficit = deficit + (deficit <= 0)
     norm = norm_and_direction(space_sum)[0]
     total = deficit + 2.0 * norm
     root = torch.sqrt(deficit) * torch.sqrt(total)
     norm, direction = norm_and_direction(space_sum, at_zero=root)
-    sinh_radius = norm / root
-    large = sinh_radius > 1.0
-    log_form = 0.5 * (torch.log(total) - torch.log(deficit))
-    small_form = asinh_of_norm(torch.where(large, 0.0, sinh_radius))
-    return Point(torch.where(large, log_form, small_form), direction)
+    return Point(asinh_of_norm(norm / root), direction)
 
 
 def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """sinh a, e^−a, u, and u at origins (0 elsewhere); radii limited."""
+    """sinh a (1 at origins, where u stands for the space coordinates), e^−a, u, and where the
+    origins are; radii limited."""
     ((a, u),) = promote(points)
     a = a.clamp(max=radius_limit(a.dtype))
-    at_origin = torch.where(is_origin(a, u).unsqueeze(-1), u, 0.0)
-    return torch.sinh(a), torch.exp(-a), u, at_origin
+    at_origin = is_origin(a, u)
+    return torch.sinh(a) + at_origin, torch.exp(-a), u, at_origin
 
 
 def _check_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,15 +78,17 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
         )
     # Summed as differences from the direction it nearly has: a plain sum of long nearly parallel
     # vectors loses several roundings of their length, each worth an error of the whole point.
-    mass = weights * sinh_a
-    rough = (mass.unsqueeze(-1) * u).sum(-2).detach()
-    nearly = norm_and_direction(rough)[1].unsqueeze(-2)
-    off = mass.unsqueeze(-1) * (u - nearly) + weights.unsqueeze(-1) * at_origin
-    space_sum = mass.sum(-1, keepdim=True) * nearly.squeeze(-2) + off.sum(-2)
+    mass = (weights * sinh_a).unsqueeze(-2)
+    away = (~at_origin).to(u.dtype)
+    with without_autocast(u.device.type):
+        nearly = norm_and_direction((mass @ u).detach())[1]
+        off = torch.addcmul(u, away.unsqueeze(-1), nearly, value=-1.0)
+        whole = (mass.squeeze(-2) * away).sum(-1)[..., None, None]
+        space_sum = (whole * nearly + mass @ off).squeeze(-2)
     direction = norm_and_direction(space_sum)[1].unsqueeze(-2)
-    # Zero in value: the derivative of T − ‖V‖ by the space coordinates of a point at the origin.
-    from_origin = (at_origin * direction).sum(-1)
-    terms = falling + sinh_a * half_squared_chord(u, direction) - from_origin
+    # ½‖u − û‖² − ½‖û‖² at an origin: zero, with the derivative by its space coordinates.
+    excess = at_origin * (0.5 * (direction * direction).sum(-1))
+    terms = falling + sinh_a * half_squared_chord(u, direction) - excess
     deficit = (weights * terms).sum(-1)
     return point_from_sums(space_sum, deficit)
 
@@ -115,12 +112,14 @@ def centroids(points: PointLike, weights: Tensor) -> Point:
     with without_autocast(u.device.type):
         # Products of differences from the middle of all points, as in `centroid`.
         middle = norm_and_direction((sinh_a.unsqueeze(-1) * u).sum(-2).detach())[1].unsqueeze(-2)
-        off = sinh_a.unsqueeze(-1) * (u - middle) + at_origin
-        space_sum = (weights @ sinh_a.unsqueeze(-1)) * middle + weights @ off
+        away = (~at_origin).to(u.dtype).unsqueeze(-1)
+        mass = sinh_a.unsqueeze(-1)
+        off = mass * torch.addcmul(u, away, middle, value=-1.0)
+        space_sum = (weights @ (mass * away)) * middle + weights @ off
         direction = norm_and_direction(space_sum)[1]
         chord = pair_chord(direction, u)
+        excess = 0.5 * (direction * direction).sum(-1, keepdim=True)
         terms = falling.unsqueeze(-2) + sinh_a.unsqueeze(-2) * chord
-        # Zero in value: the derivative by the space coordinates of a point at the origin.
-        from_origin = ((weights @ at_origin) * direction).sum(-1)
-        deficit = (weights * terms).sum(-1) - from_origin
+        terms = terms - torch.where(at_origin.unsqueeze(-2), excess, 0.0)
+        deficit = (weights * terms).sum(-1)
     return point_from_sums(space_sum, deficit)

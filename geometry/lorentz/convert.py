@@ -15,30 +15,20 @@ from .point import (
     radius_limit,
     square_root,
 )
-from .scalar import asinh_exp, norm_and_direction
+from .scalar import asinh_of_norm, norm_and_direction
 
 __all__ = ["from_ambient", "from_space", "to_ambient", "to_space"]
-
-
-def asinh_of_norm(norm: Tensor) -> Tensor:
-    """arsinh of a norm, also where its square would overflow."""
-    large = norm > 1.0
-    return torch.where(
-        large,
-        asinh_exp(torch.log(torch.where(large, norm, 1.0))),
-        torch.asinh(torch.where(large, 1.0, norm)),
-    )
 
 
 def unit_space(a: Tensor, u: Tensor) -> Tensor:
     """sinh(a) u, the space coordinates in units of √k; reads gradients at the origin."""
     a = a.clamp(max=2.0 * radius_limit(a.dtype))
-    return torch.where(is_origin(a, u), 1.0, torch.sinh(a)).unsqueeze(-1) * u
+    return (torch.sinh(a) + is_origin(a, u)).unsqueeze(-1) * u
 
 
 def klein(a: Tensor, u: Tensor) -> Tensor:
     """χ = tanh(a) u, the Klein vector; reads gradients at the origin."""
-    return torch.where(is_origin(a, u), 1.0, torch.tanh(a)).unsqueeze(-1) * u
+    return (torch.tanh(a) + is_origin(a, u)).unsqueeze(-1) * u
 
 
 def from_unit_space(s: Tensor) -> Point:

@@ -100,8 +100,10 @@ class PatchEmbedding(nn.Module):
         patch_size: side of a square patch; divides height and width.
         features: n.
         k: curvature −1/k, a number or a shared `Curvature`.
-        radius: the radius rule, see `PolarLinear`.
+        radius, radius_std: the radius rule, see `PolarLinear`.
     """
+
+    layer = PolarLinear
 
     def __init__(
         self,
@@ -111,16 +113,21 @@ class PatchEmbedding(nn.Module):
         *,
         k: float | Curvature = 1.0,
         radius: str = "anchored",
+        radius_std: float = 0.0,
     ) -> None:
         super().__init__()
         self.in_channels, self.patch_size = in_channels, patch_size
         self.curvature = as_curvature_module(k)
-        self.projection = PolarLinear(
-            in_channels * patch_size**2, features, k=self.curvature, radius=radius
+        self.projection = self.layer(
+            in_channels * patch_size**2,
+            features,
+            k=self.curvature,
+            radius=radius,
+            radius_std=radius_std,
         )
 
-    def forward(self, images: Tensor) -> Point:
-        """(batch, channels, height, width) → points (batch, patches), (batch, patches, n)."""
+    def pixels(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) → scaled patches (batch, patches, c·size²)."""
         if images.dim() != 4 or images.shape[1] != self.in_channels:
             raise ValueError(
                 f"expected images (batch, {self.in_channels}, height, width), got "
@@ -136,8 +143,11 @@ class PatchEmbedding(nn.Module):
         )
         # exp at the origin keeps the direction; the mean square keeps the radius near that of one
         # pixel's contrast whatever the patch's size.
-        pixels = patches / (patches.shape[-1] ** 0.5)
-        return self.projection(exp_map_origin(pixels, k=self.curvature()))
+        return patches / (patches.shape[-1] ** 0.5)
+
+    def forward(self, images: Tensor) -> Point:
+        """(batch, channels, height, width) → points (batch, patches), (batch, patches, n)."""
+        return self.projection(exp_map_origin(self.pixels(images), k=self.curvature()))
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
         """The projection's matrix reads the Klein vectors of the patches."""

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from .convert import from_unit_space
-from .distance import half_squared_chord
 from .point import Point, PointLike, check_curvature, is_origin, promote, radius_limit
-from .tangent import perpendicular_part
 
 __all__ = ["gyro_add", "gyro_negate", "gyro_scale"]
 
@@ -31,9 +29,10 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     """x ⊕ y: the boost that carries the origin to x, applied to y.
 
     Not commutative. Centring at a mean is (⊖mean) ⊕ x, in this order: then distances between the
-    x do not change. With x = (a, u), y = (b, v) the component of the result along u is
-    sinh(a−b) + cosh a sinh b ½‖u+v‖² (Eq. 21) where the directions oppose each other and the sum
-    of positive terms elsewhere; across u it is sinh b (v − (u·v) u).
+    x do not change. With x = (a, u), y = (b, v), e = u + v and c = ½‖e‖², Eq. 21 along u and the
+    projection of y across u add up to sinh b · e + [sinh(a−b) + (cosh a − 1) sinh b · c] u, whose
+    terms are small together where u and v oppose each other, as in centring, and which loses no
+    more elsewhere than the rounding of the directions themselves.
 
     Args:
         x, y: points of shapes (…), (…, n), broadcast; radii are limited to `radius_limit`.
@@ -44,16 +43,13 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     x_origin, y_origin = is_origin(a, u), is_origin(b, v)
     limit = radius_limit(a.dtype)
     a, b = a.clamp(max=limit), b.clamp(max=limit)
-    # Zero in value: derivatives by the space coordinates of an x or y at the origin.
-    u_origin = torch.where(x_origin.unsqueeze(-1), u, 0.0)
-    v_origin = torch.where(y_origin.unsqueeze(-1), v, 0.0)
-    u = torch.where(x_origin.unsqueeze(-1), 0.0, u)
-    cosine = (u * v).sum(-1)
-    sinh_b, cosh_a, cosh_b = torch.sinh(b), torch.cosh(a), torch.cosh(b)
-    opposed = torch.sinh(a - b) + cosh_a * sinh_b * half_squared_chord(u, -v)
-    aligned = torch.sinh(a) * cosh_b + cosh_a * sinh_b * cosine
-    along = torch.where(cosine < 0, opposed, aligned)
-    along = along + (cosh_a - 1.0) * (v_origin * u).sum(-1)
-    space = along.unsqueeze(-1) * u + sinh_b.unsqueeze(-1) * perpendicular_part(u, v)
-    space = space + cosh_b.unsqueeze(-1) * u_origin + v_origin
-    return from_unit_space(space)
+    sinh_b, half = torch.sinh(b), torch.sinh(0.5 * a)
+    e = u + v
+    c = 0.5 * (e * e).sum(-1)
+    rise = 2.0 * half * half
+    # At an origin u (or v) stands for its space coordinates; nothing of this changes a value.
+    y_origin = y_origin.to(a.dtype)
+    scale = sinh_b + y_origin
+    along = torch.sinh(a - b) + rise * scale * (c - 0.5 * y_origin) - y_origin
+    along = torch.where(x_origin, torch.cosh(b) - scale, along)
+    return from_unit_space(scale.unsqueeze(-1) * e + along.unsqueeze(-1) * u)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .point import Point, PointLike, is_origin, promote
-from .scalar import asinh_exp, log_sinh, norm_and_direction
+from .scalar import asinh_exp, log_of_norm, log_sinh, norm_and_direction
 
 __all__ = ["HeadGain", "join_heads", "split_heads"]
 
@@ -27,16 +27,18 @@ def split_heads(x: PointLike, num_heads: int, log_gain: Tensor | None = None) ->
         raise ValueError(f"{num_heads} heads do not divide points of dimension {u.shape[-1]}")
     slices = u.unflatten(-1, (num_heads, -1))
     # A zero slice is a head at its origin; sinh a times the slice are its space coordinates.
-    sinh_a = torch.where(is_origin(a, u), 1.0, torch.sinh(a.clamp(max=80.0)))
-    gain = 1.0 if log_gain is None else torch.exp(log_gain.to(a.dtype))
-    at_zero = (1.0 / torch.where(sinh_a > 0, sinh_a, 1.0)).unsqueeze(-1) / gain
-    norm, direction = norm_and_direction(slices, at_zero=at_zero.expand(slices.shape[:-1]))
-    somewhere = (norm > 0) & (a > 0).unsqueeze(-1)
-    log_radius = torch.log(torch.where(somewhere, norm, 1.0))
-    log_radius = log_radius + log_sinh(torch.where(a > 0, a, 1.0)).unsqueeze(-1)
-    if log_gain is not None:
-        log_radius = log_radius + log_gain.to(a.dtype)
-    return Point(torch.where(somewhere, asinh_exp(log_radius), 0.0), direction)
+    sinh_a = torch.sinh(a.clamp(max=80.0)) + is_origin(a, u)
+    gain = None if log_gain is None else log_gain.to(a.dtype)
+    with torch.no_grad():
+        at_zero = (1.0 / (sinh_a + (sinh_a == 0))).unsqueeze(-1).expand(slices.shape[:-1])
+        if gain is not None:
+            at_zero = at_zero / torch.exp(gain)
+    norm, direction = norm_and_direction(slices, at_zero=at_zero)
+    # ln sinh 0 = −∞ is a head at the origin, with gradient 0.
+    log_radius = log_of_norm(norm) + log_sinh(a).unsqueeze(-1)
+    if gain is not None:
+        log_radius = log_radius + gain
+    return Point(asinh_exp(log_radius) * (norm > 0), direction)
 
 
 def join_heads(x: PointLike) -> Point:

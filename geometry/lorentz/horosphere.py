@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .chord import pair_angular
-from .convert import asinh_of_norm, unit_space
+from .convert import unit_space
 from .distance import half_squared_chord
 from .point import (
     Point,
@@ -23,7 +23,7 @@ from .point import (
     radius_limit,
     square_root,
 )
-from .scalar import norm_and_direction, squared_arcosh1p
+from .scalar import asinh_of_norm, norm_and_direction, squared_arcosh1p
 
 __all__ = [
     "HalfSpace",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from .convert import klein
 from .curvature import Curvature, as_curvature_module
 from .point import Point, PointLike, promote, radius_limit, without_autocast
-from .scalar import asinh_exp, log_cosh, norm_and_direction
+from .radius import RadiusRule, make_radius_rule
+from .scalar import asinh_exp, log_cosh, log_of_norm, norm_and_direction
 
 __all__ = ["PolarLinear", "PolarMLP"]
 
@@ -59,7 +61,9 @@ class PolarLinear(nn.Module):
         k: curvature −1/k, a number or a shared `Curvature`.
         activation: φ, applied to the space coordinates h; None is the identity.
         radius: "anchored", the rule above; "lorentz", the plain Lorentz layer without radius
-            parameters (an ablation).
+            parameters; or another of `RADIUS_RULES` (ablations, see `radius.py`).
+        radius_std: standard deviation of a random start of the anchored rule's parameters
+            around the anchor (an ablation; φ is scaled by 1/√n).
         init: "xavier" for MLPs and embeddings or "orthogonal" for attention, as in the paper.
 
     For the optimizer: `direction.weight` (n′ × (n+1), time column first) is a Euclidean matrix
@@ -77,13 +81,14 @@ class PolarLinear(nn.Module):
         k: float | Curvature = 1.0,
         activation: Callable[[Tensor], Tensor] | None = None,
         radius: str = "anchored",
+        radius_std: float = 0.0,
         init: str = "xavier",
     ) -> None:
         super().__init__()
         if in_features < 1 or out_features < 1:
             raise ValueError(f"need positive dimensions, got {in_features} → {out_features}")
-        if radius not in ("anchored", "lorentz"):
-            raise ValueError(f"radius must be 'anchored' or 'lorentz', got {radius!r}")
+        if not radius_std >= 0:
+            raise ValueError(f"radius_std must be a number ≥ 0, got {radius_std!r}")
         if init not in ("xavier", "orthogonal"):
             raise ValueError(f"init must be 'xavier' or 'orthogonal', got {init!r}")
         self.in_features, self.out_features = in_features, out_features
@@ -91,7 +96,8 @@ class PolarLinear(nn.Module):
         self.direction = DirectionMap(in_features, out_features)
         self.activation = activation
         self.homogeneous = _is_homogeneous(activation)
-        self.radius_rule, self.init = radius, init
+        self.radius_rule, self.radius_std, self.init = radius, radius_std, init
+        self.other_rule: RadiusRule | None = make_radius_rule(radius, in_features)
         if radius == "anchored":
             self.norm_power_change = nn.Parameter(torch.zeros(()))
             self.radius_gain = nn.Parameter(torch.zeros(()))
@@ -102,17 +108,22 @@ class PolarLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W anew and put the radius parameters back to the Lorentz layer."""
+        """Draw W anew and put the anchored radius parameters back to their start."""
         with torch.no_grad():
             if self.init == "orthogonal":
                 nn.init.orthogonal_(self.direction.weight)
             else:
                 nn.init.xavier_uniform_(self.direction.weight)
             if self.radius_rule == "anchored":
-                self.norm_power_change.zero_()
-                self.radius_gain.zero_()
-                self.radius_direction.zero_()
-                self.radius_bias.zero_()
+                for p in (
+                    self.norm_power_change,
+                    self.radius_gain,
+                    self.radius_direction,
+                    self.radius_bias,
+                ):
+                    p.zero_()
+                    if self.radius_std > 0:
+                        p.normal_(std=self.radius_std / max(p.numel(), 1) ** 0.5)
             self.radius_offset.zero_()
             self.calibrated.fill_(False)
 
@@ -136,19 +147,21 @@ class PolarLinear(nn.Module):
             h = self.activation(scale.unsqueeze(-1) * h)
             log_scale = -torch.log(root)
         # The zero vector has no direction to learn from: no gradient, instead of a huge one.
-        nonzero = (h != 0).any(-1)
-        norm, direction = norm_and_direction(torch.where(nonzero.unsqueeze(-1), h, 0.0))
-        log_norm = torch.log(torch.where(nonzero, norm, 1.0)) + log_scale
-        log_radius = self.log_radius(log_norm, a, chi)
-        return Point(torch.where(nonzero, asinh_exp(log_radius), 0.0), direction)
+        norm, direction = norm_and_direction(h, at_zero=math.inf)
+        log_norm = log_of_norm(norm) + log_scale
+        radius = asinh_exp(self.log_radius(log_norm, a, chi, u))
+        return Point(radius * (norm > 0), direction)
 
-    def log_radius(self, log_norm: Tensor, a: Tensor, chi: Tensor) -> Tensor:
-        """ℓ = ln sinh a′ from ln(‖h‖/√k), the input radius (…) and Klein vector (…, n)."""
+    def log_radius(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:
+        """ℓ = ln sinh a′ from ln(‖h‖/√k), the input radius (…), Klein vector and u (…, n)."""
         offset = self.radius_offset.to(a.dtype)
+        if self.other_rule is not None:
+            return self.other_rule(log_norm, a, chi, u) + offset
         if self.radius_rule == "lorentz":
             return log_norm + offset
         power = 1.0 + self.norm_power_change.to(a.dtype)
-        by_direction = (chi * self.radius_direction.to(a.dtype)).sum(-1)
+        with without_autocast(a.device.type):
+            by_direction = chi @ self.radius_direction.to(a.dtype)
         bias = self.radius_bias.to(a.dtype) + offset
         return power * log_norm + self.radius_gain.to(a.dtype) * a + by_direction + bias
 
@@ -175,8 +188,10 @@ class PolarMLP(nn.Module):
         hidden_features: dimension in between.
         k: curvature −1/k, a number or a shared `Curvature`.
         activation: applied to the space coordinates of the hidden layer.
-        radius: the radius rule of both layers, see `PolarLinear`.
+        radius, radius_std: the radius rule of both layers, see `PolarLinear`.
     """
+
+    layer = PolarLinear
 
     def __init__(
         self,
@@ -186,13 +201,17 @@ class PolarMLP(nn.Module):
         k: float | Curvature = 1.0,
         activation: Callable[[Tensor], Tensor] | None = torch.relu,
         radius: str = "anchored",
+        radius_std: float = 0.0,
     ) -> None:
         super().__init__()
         curvature = as_curvature_module(k)
-        self.first = PolarLinear(
-            features, hidden_features, k=curvature, activation=activation, radius=radius
+        self.first, self.second = (
+            self.layer(*sizes, k=curvature, activation=phi, radius=radius, radius_std=radius_std)
+            for sizes, phi in (
+                ((features, hidden_features), activation),
+                ((hidden_features, features), None),
+            )
         )
-        self.second = PolarLinear(hidden_features, features, k=curvature, radius=radius)
 
     def forward(self, x: PointLike) -> Point:
         """Map points (…), (…, n) to points of the same shapes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .convert import asinh_of_norm
 from .distance import cosh_distance_minus_one
 from .point import (
     Point,
@@ -19,7 +18,14 @@ from .point import (
     radius_limit,
     square_root,
 )
-from .scalar import cosh_of_root, log_cosh, norm_and_direction, sinh_ratio, sinhc_of_root
+from .scalar import (
+    asinh_of_norm,
+    cosh_of_root,
+    log_cosh,
+    norm_and_direction,
+    sinh_ratio,
+    sinhc_of_root,
+)
 from .tangent import cosines, perpendicular_part
 
 __all__ = ["exp_map", "exp_map_origin", "log_map", "log_map_origin", "parallel_transport"]

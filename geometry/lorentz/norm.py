@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from .centroid import centroid
+from .convert import from_unit_space, unit_space
 from .curvature import Curvature, as_curvature_module
-from .distance import squared_distance
 from .gyro import gyro_add, gyro_negate, gyro_scale
 from .maps import exp_map_origin
 from .point import Point, PointLike, promote
 
-__all__ = ["GyroLayerNorm", "token_weights"]
+__all__ = ["GyroLayerNorm", "SpaceLayerNorm", "token_weights"]
 
 
 def token_weights(a: Tensor, key_padding_mask: Tensor | None, layer: str) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class GyroLayerNorm(nn.Module):
         super().__init__()
         self.features, self.eps = features, eps
         self.curvature = as_curvature_module(k)
-        start = float(self.curvature().detach())
+        start = self.curvature.initial
         gain = math.sqrt(start) * math.asinh(math.sqrt(features / start))
         self.log_gain = nn.Parameter(torch.zeros(()))
         self.bias = nn.Parameter(torch.zeros(features))
@@ -106,13 +106,15 @@ class GyroLayerNorm(nn.Module):
         weights, count = token_weights(a, key_padding_mask, "GyroLayerNorm")
         mean = centroid((a, u), weights)
         mean = Point(mean.a.unsqueeze(-1), mean.u.unsqueeze(-2))
-        variance = (weights * squared_distance((a, u), mean, k=k)).sum(-1, keepdim=True)
+        # Centring is an isometry: a token's distance to the mean is its radius afterwards.
+        centred = gyro_add(gyro_negate(mean), (a, u))
+        variance = k * (weights * centred.a.square()).sum(-1, keepdim=True)
         gain = torch.exp(self.log_gain.to(a.dtype) + self.initial_log_gain.to(a.dtype))
         # A lone token lies at its own mean; what rounding leaves there must not be blown up.
         factor = torch.where(count > 1, gain * torch.rsqrt(variance + self.eps), 0.0)
-        centred = gyro_add(gyro_negate(mean), (a, u))
         scaled = gyro_scale(factor, centred)
-        scaled = Point(scaled.a, torch.where((count > 1).unsqueeze(-1), scaled.u, 0.0))
+        if key_padding_mask is not None or a.shape[-1] < 2:
+            scaled = Point(scaled.a, torch.where((count > 1).unsqueeze(-1), scaled.u, 0.0))
         return gyro_add(exp_map_origin(self.bias.to(a.dtype), k=k), scaled)
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
@@ -122,3 +124,36 @@ class GyroLayerNorm(nn.Module):
     def extra_repr(self) -> str:
         """The dimension."""
         return f"{self.features}"
+
+
+class SpaceLayerNorm(nn.LayerNorm):
+    """A Euclidean layer norm of the space coordinates (in units of √k): what the ablation of the
+    paper starts from. It takes no mean over tokens.
+
+    Radii are limited to twice `radius_limit`, where the space coordinates stay finite. Gain and
+    bias are scale parameters, not decayed.
+    """
+
+    undecayed_parameters = ("weight", "bias")
+
+    def __init__(self, features: int, *, k: object = None, eps: float = 1e-5) -> None:
+        super().__init__(features, eps=eps)
+
+    def forward(  # type: ignore[override]
+        self, x: PointLike, key_padding_mask: object = None
+    ) -> Point:
+        """Points (…), (…, n) to points of the same shapes."""
+        ((a, u),) = promote(x)
+        space = unit_space(a, u)
+        # A layer norm does not change when its argument is scaled: no square overflows.
+        largest = space.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+        weight, bias = self.weight.to(a.dtype), self.bias.to(a.dtype)
+        eps = self.eps / (largest * largest).clamp(max=1e30)
+        scaled = space / largest
+        centred = scaled - scaled.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return from_unit_space(centred * torch.rsqrt(variance + eps) * weight + bias)
+
+    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
+        """No matrix, no site."""
+        return []

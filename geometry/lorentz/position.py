@@ -17,6 +17,7 @@ class _PositionEncoding(nn.Module):
     """Positions, rates per head, and the step of each head at each token."""
 
     undecayed_parameters = ("rate",)
+    grid_positions: Tensor | None
 
     def __init__(
         self, num_heads: int, num_positions: int | tuple[int, ...], initial_rate: float
@@ -30,18 +31,24 @@ class _PositionEncoding(nn.Module):
             )
         self.num_heads, self.sizes = num_heads, sizes
         self.rate = nn.Parameter(torch.full((len(sizes), num_heads), float(initial_rate)))
+        # Integers: a cast of the module leaves them exact.
+        grid = None
+        if len(sizes) == 2:
+            index = torch.arange(sizes[0] * sizes[1])
+            grid = torch.stack([index // sizes[1], index % sizes[1]])
+        self.register_buffer("grid_positions", grid, persistent=False)
 
     def default_positions(self, length: int, offset: int, device: torch.device) -> Tensor:
         """(axes, length): tokens in order, or the patches of the grid row by row."""
-        index = torch.arange(offset, offset + length, device=device)
         if len(self.sizes) == 1:
-            return index.unsqueeze(0)
+            return torch.arange(offset, offset + length, device=device).unsqueeze(0)
         if offset or length != self.sizes[0] * self.sizes[1]:
             raise ValueError(
                 f"a grid of {self.sizes[0]} × {self.sizes[1]} patches needs as many tokens, got "
                 f"{length}; pass positions of shape (…, tokens, 2) otherwise"
             )
-        return torch.stack([index // self.sizes[1], index % self.sizes[1]])
+        assert self.grid_positions is not None
+        return self.grid_positions
 
     def steps(
         self, length: int, dtype: torch.dtype, positions: Tensor | None, offset: int

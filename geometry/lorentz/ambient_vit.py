@@ -1,0 +1,18 @@
+"""The ambient Lorentz vision transformer: `PolarViT` in the arithmetic of the literature."""
+
+from __future__ import annotations
+
+from .ambient_layers import AmbientLayers
+from .vit import PolarViT
+
+__all__ = ["AmbientViT"]
+
+
+class AmbientViT(PolarViT):
+    """`PolarViT` on ambient coordinates: the same parameters by the same names, other arithmetic.
+
+    A baseline: in float32 it is accurate to radius 4 and lost at 8. The default configuration is
+    the whole Polar-ViT; the paper's own starting point is the first row of `ABLATION`.
+    """
+
+    layers = AmbientLayers
