@@ -79,14 +79,27 @@ def test_ripple_data_is_standardised_and_split():
 
 
 def test_step_benchmark_prints_every_arm():
-    options = ["--rounds", "1", "--width", "16", "--layers", "1", "--batch", "2", "--context", "8"]
-    root = EXAMPLES.parent
+    arms = ["AdamW", "float32 Muon", "RPT", "RPT, paper preset"]
+    options = ["--models", "contextmlp", "--rounds", "1", "--age", "0", "--arms", *arms]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "bench" / "step.py"), *options],
+        [sys.executable, "-m", "examples.bench.peers", *options],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
+        cwd=EXAMPLES.parent,
+        env={"PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
-    for arm in ("AdamW", "float32 Muon", "RPT ", "RPT, sites observed", "RPT, paper preset"):
-        assert f"\n{arm}" in done.stdout
+    for arm in arms:
+        assert f"\n{arm} " in done.stdout
+
+
+def test_scale_benchmark_prints_two_models_on_paper():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "bench" / "scale.py"), "--models"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(EXAMPLES.parent), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1.3 B" in done.stdout
+    assert "7 B" in done.stdout
