@@ -25,7 +25,7 @@ def run(tmp_path):
     path = tmp_path / "run.jsonl"
     model, _ = make()
     optimizer = ResidualPolarTransport(model.named_parameters(), lr=1e-2)
-    with optimizer.observing(model), Recorder(path, every=2) as recorder:
+    with optimizer.observing(model, observe_every=1), Recorder(path, every=2) as recorder:
         for _ in range(5):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
