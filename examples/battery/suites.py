@@ -64,6 +64,11 @@ class Suite:
                 "report the others",
                 lambda store: self._reporting(store, self.others, self.subset, self.ablation_seeds),
             ),
+            ("tune without a schedule", lambda s: self._tuning(s, self.constant, self._flat())),
+            (
+                "report without a schedule",
+                lambda s: self._reporting(s, self.constant, self._flat(), self.seeds),
+            ),
             ("candidates for the default", self._candidates),
         ]
 

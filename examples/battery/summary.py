@@ -26,6 +26,7 @@ def write_summary(store: Store, suite: Suite, out: Path) -> Path:
         _standing(results, suite),
         _targets(results, suite),
         _defaults(results, suite),
+        _candidates(results, suite),
         _constant(results, suite),
         _peers(results, suite),
         _ablations(results, suite),
@@ -95,6 +96,25 @@ def _defaults(results: Results, suite: Suite) -> str:
     return "## Both at their default rate\n\n" + markdown(
         ("", "RPT", "AdamW", "ratio", "tuned AdamW"),
         [(t, f"{a:.4g}", f"{b:.4g}", f"{q:.3f}", f"{c:.4g}") for q, t, a, b, c in rows],
+    )
+
+
+def _candidates(results: Results, suite: Suite) -> str:
+    rows = []
+    for task in suite.tasks:
+        for name in suite.candidates:
+            theirs = results.final(task, "adamw", PEERS["adamw"].rate)
+            at_default = [results.final(task, n, PEERS[n].rate) for n in ("rpt", name)]
+            tuned = results.rate(task, "rpt")
+            at_tuned = [results.final(task, n, tuned) for n in ("rpt", name)]
+            if not math.isnan(at_default[1]):
+                cells = (f"{x:.4g}" for x in (theirs, *at_default, *at_tuned))
+                rows.append((task, name, *cells))
+    if not rows:
+        return ""
+    return "## Candidates for the default\n\n" + markdown(
+        ("", "", "AdamW, default rate", "RPT", "candidate", "RPT, its tuned rate", "candidate"),
+        rows,
     )
 
 
