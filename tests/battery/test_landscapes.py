@@ -19,7 +19,6 @@ def test_the_minimum_is_one(landscape):
 
 
 def test_the_best_rate_comes_closest(monkeypatch, tmp_path):
-    monkeypatch.setattr(landscapes, "STEPS", 60)
     monkeypatch.setitem(sys.modules, "torch_optimizer", None)  # as where it is not installed
     makers = landscapes.optimizers()
     assert set(makers) == {"RPT", "RPT, paper preset", "AdamW"}
@@ -27,7 +26,7 @@ def test_the_best_rate_comes_closest(monkeypatch, tmp_path):
     for name, make in makers.items():
         results[name] = {}
         for scape in landscapes.LANDSCAPES:
-            distance, rate, path = landscapes.best_path(make, scape, [1e-4, 5e-2], "cosine")
+            distance, rate, path = landscapes.best_path(make, scape, [1e-4, 5e-2], "cosine", 60)
             assert path.shape == (61, 2)
             assert path[0].tolist() == list(scape.start)
             end = (path[-1] - torch.tensor(scape.minimum)).norm()
