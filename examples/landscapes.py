@@ -96,7 +96,7 @@ def descend(
         optimizer.zero_grad()
         # Adahessian differentiates the gradient once more.
         landscape.function(point).backward(create_graph="hessian" in type(optimizer).__name__)
-        point.grad /= point.grad.norm().clamp_min(1.0)
+        point.grad = point.grad / point.grad.norm().clamp_min(1.0)
         optimizer.step()
         path.append(point.detach().clone())
         if not path[-1].isfinite().all():
