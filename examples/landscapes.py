@@ -1,6 +1,7 @@
 """Rosenbrock and Rastrigin: RPT beside AdamW and torch-optimizer's optimizers.
 
-    python examples/landscapes.py [--schedule constant|cosine] [--rates 24] [--out landscapes.png]
+    python examples/landscapes.py [--schedule constant|cosine] [--rates 8] [--steps 500] [--all]
+        [--out landscapes.png]
 
 torch-optimizer's own pictures: 500 steps from (-2, 2) and (-2, 3.5) on a parameter of two numbers,
 every optimizer at the best of as many learning rates, judged by its last point's distance to the
@@ -25,6 +26,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 STEPS = 500
+SHOWN = (
+    "AdaBelief", "AdaBound", "Adahessian", "AdamP", "DiffGrad", "Lamb", "MADGRAD",
+    "QHAdam", "RAdam", "Ranger", "SGDW", "Shampoo", "Yogi",
+)  # fmt: skip
 Factory = Callable[[list[Tensor], float], torch.optim.Optimizer]
 
 
@@ -54,8 +59,8 @@ LANDSCAPES = (
 )
 
 
-def optimizers() -> dict[str, Factory]:
-    """RPT, AdamW, and what torch-optimizer has, if it is installed."""
+def optimizers(everything: bool = False) -> dict[str, Factory]:
+    """RPT, AdamW, and torch-optimizer's better known ones or everything, if it is installed."""
     found: dict[str, Factory] = {
         "RPT": lambda p, lr: rpt.ResidualPolarTransport(p, lr=lr),
         "RPT, paper preset": lambda p, lr: rpt.ResidualPolarTransport(p, lr=lr, preset="paper"),
@@ -71,25 +76,27 @@ def optimizers() -> dict[str, Factory]:
         # Lookahead wraps another optimizer, and fails beside recent torch.
         if not isinstance(kind, type) or name in ("Optimizer", "Lookahead"):
             continue
-        if issubclass(kind, torch.optim.Optimizer):
+        if issubclass(kind, torch.optim.Optimizer) and (everything or name in SHOWN):
             found[name] = lambda p, lr, kind=kind: kind(p, lr=lr)  # type: ignore[misc]
     return found
 
 
-def descend(make: Factory, landscape: Landscape, rate: float, schedule: str) -> Tensor:
-    """The path, (STEPS + 1, 2)."""
+def descend(
+    make: Factory, landscape: Landscape, rate: float, schedule: str, steps: int = STEPS
+) -> Tensor:
+    """The path, (steps + 1, 2)."""
     point = torch.nn.Parameter(torch.tensor(landscape.start))
     optimizer = make([point], rate)
     path = [point.detach().clone()]
-    for step in range(STEPS):
+    for step in range(steps):
         if schedule == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+            factor = 0.5 * (1 + math.cos(math.pi * step / steps))
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         optimizer.zero_grad()
         # Adahessian differentiates the gradient once more.
         landscape.function(point).backward(create_graph="hessian" in type(optimizer).__name__)
-        torch.nn.utils.clip_grad_norm_([point], 1.0)
+        point.grad = point.grad / point.grad.norm().clamp_min(1.0)
         optimizer.step()
         path.append(point.detach().clone())
         if not path[-1].isfinite().all():
@@ -98,12 +105,12 @@ def descend(make: Factory, landscape: Landscape, rate: float, schedule: str) -> 
 
 
 def best_path(
-    make: Factory, landscape: Landscape, rates: list[float], schedule: str
+    make: Factory, landscape: Landscape, rates: list[float], schedule: str, steps: int = STEPS
 ) -> tuple[float, float, Tensor]:
     """(distance of the last point to the minimum, rate, path) of the best rate."""
     found = []
     for rate in rates:
-        path = descend(make, landscape, rate, schedule)
+        path = descend(make, landscape, rate, schedule, steps)
         distance = (path[-1] - torch.tensor(landscape.minimum)).norm().item()
         found.append((distance if math.isfinite(distance) else math.inf, rate, path))
     return min(found, key=lambda entry: entry[:2])
@@ -140,26 +147,30 @@ def plot(results: dict[str, dict[str, tuple[float, float, Tensor]]], out: str) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant")
-    parser.add_argument("--rates", type=int, default=24, help="learning rates tried by each (24)")
+    parser.add_argument("--rates", type=int, default=8, help="learning rates tried by each (8)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each ({STEPS})")
+    parser.add_argument("--all", action="store_true", help="all that torch-optimizer has")
     parser.add_argument("--out", default="landscapes.png", help="the picture")
     options = parser.parse_args()
-    if options.rates < 1:
-        parser.error("--rates must be at least 1")
+    if options.rates < 1 or options.steps < 1:
+        parser.error("--rates and --steps must be at least 1")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch-optimizer calls signatures that torch deprecated
-    rates = torch.logspace(-4, 0.5, options.rates).tolist()
+    rates = torch.logspace(-3, 0.5, options.rates).tolist()
     results: dict[str, dict[str, tuple[float, float, Tensor]]] = {}
-    with tqdm(optimizers().items(), unit="optimizer") as bar:
+    with tqdm(optimizers(options.all).items(), unit="optimizer") as bar:
         for name, make in bar:
             bar.set_postfix_str(name)
             try:
                 results[name] = {
-                    scape.name: best_path(make, scape, rates, options.schedule)
+                    scape.name: best_path(make, scape, rates, options.schedule, options.steps)
                     for scape in LANDSCAPES
                 }
             except Exception as error:
                 tqdm.write(f"{name} left out: {type(error).__name__}: {error}")
-    print(f"\n{options.schedule} rate, distance to the minimum after {STEPS} steps (rate)\n")
+    print(
+        f"\n{options.schedule} rate, distance to the minimum after {options.steps} steps (rate)\n"
+    )
     print(f"{'':20}" + "".join(f"{landscape.name:>24}" for landscape in LANDSCAPES))
     for name in sorted(results, key=lambda n: sum(entry[0] for entry in results[n].values())):
         cells = (f"{distance:.2g} ({rate:.2g})" for distance, rate, _ in results[name].values())

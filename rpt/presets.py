@@ -40,15 +40,18 @@ _DROP_IN: dict[str, Any] = _PAPER | {
     "weight_decay": 1e-2,
     # β2 0.95: the value of the measurements that update_rms and polar_prior come from.
     "betas": (0.9, 0.95),
-    # 4 √((1-β1)/(1+β1)): one fixed step length, at which AdamW's best rate is near RPT's.
+    # 4 √((1-β1)/(1+β1)): one fixed step length, at which AdamW's best rate is near RPT's. Vectors too:
+    # left at their own length the battery's GPT ends 6 % higher.
     "update_rms": 0.92,
+    # At weight 0 the battery's GPT ends 19 % higher, operator_1d 55 % (RESULTS.md).
     "polar_prior": 1.0,
     # A whitened request is nearly flat: three steps from a tight bound do what five do from ‖u‖_F.
     "polar_schedule": "tight",
     "polar_steps": 3,
     # An absolute floor would make tiny gradients behave differently from large ones.
     "eps": 0.0,
-    # A hidden schedule on top of the user's is no drop-in.
+    # A hidden schedule on top of the user's is no drop-in. Where there is no schedule, and where few
+    # steps at a small rate are all there is, RESULTS.md says which gain helps.
     "gain_rate": 0.0,
     "roots": "auto",
     # Age alone decides: no drift to measure, nothing for the host to wait for.

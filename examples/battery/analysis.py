@@ -62,6 +62,18 @@ class Results:
         """Mean final held-out loss over the reported seeds; NaN without any."""
         return _mean([r["final"] for r in self.runs(task, optimizer, rate)])
 
+    def finals(self, task: str, arms: Sequence[str | tuple[str, float | None]]) -> list[float]:
+        """Mean final losses of several optimizers, each at its tuned rate or as (name, rate).
+
+        Over the seeds that all of those with any runs share, so that the means compare; NaN for an
+        optimizer without runs.
+        """
+        named = [(arm, None) if isinstance(arm, str) else arm for arm in arms]
+        runs = [{r["seed"]: r["final"] for r in self.runs(task, n, rate)} for n, rate in named]
+        filled = [set(found) for found in runs if found]
+        shared = set.intersection(*filled) if filled else set()
+        return [_mean([x for seed, x in found.items() if seed in shared]) for found in runs]
+
     def best(self, task: str, optimizer: str) -> float:
         """Mean of each run's lowest held-out loss."""
         return _mean([r["best"] for r in self.runs(task, optimizer)])

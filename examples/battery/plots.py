@@ -41,7 +41,7 @@ def curves(
                 continue
             length = min(len(r["loss"]) for r in runs)
             x = np.mean([r[against][:length] for r in runs], 0)
-            y = np.exp(np.mean(np.log([r["loss"][:length] for r in runs]), 0))
+            y = np.exp(np.mean(np.log(np.maximum([r["loss"][:length] for r in runs], 1e-12)), 0))
             axis.semilogy(x, y, color=COLOURS.get(name), label=name, lw=1.2)
         axis.set_title(task, fontsize=8)
         axis.tick_params(labelsize=6, which="both")

@@ -65,7 +65,7 @@ def _about(store: Store) -> str:
 
 
 def _core(results: Results, tasks: list[str], out: Path) -> list[str]:
-    table = np.array([[results.final(t, n) for n in CORE] for t in tasks])
+    table = np.array([results.finals(t, CORE) for t in tasks])
     timed = np.array([[results.at_equal_time(t, n) for n in CORE] for t in tasks])
     best = np.array([[results.best(t, n) for n in CORE] for t in tasks])
     ranks = [mean_ranks(x) for x in (table, timed, best)]
@@ -117,7 +117,7 @@ def _relative(results: Results, tasks: Iterable[str], name: str) -> tuple[str, s
 def _losses(results: Results, tasks: Iterable[str], names: Sequence[str]) -> str:
     rows = []
     for task in tasks:
-        values = [results.final(task, name) for name in names]
+        values = results.finals(task, names)
         lowest = min(v for v in values if not math.isnan(v))
         cells = []
         for name, value in zip(names, values, strict=True):
@@ -137,7 +137,7 @@ def _at_edge(results: Results, task: str, name: str) -> bool:
 def _defaults(results: Results, suite: Suite) -> list[str]:
     rows = []
     for task in suite.tasks:
-        ours, theirs = (results.final(task, n, PEERS[n].rate) for n in ("rpt", "adamw"))
+        ours, theirs = results.finals(task, [(n, PEERS[n].rate) for n in ("rpt", "adamw")])
         if not math.isnan(ours + theirs):
             rows.append((task, f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.3f}"))
     if not rows:
@@ -165,7 +165,7 @@ def _others(results: Results, suite: Suite) -> list[str]:
     tasks = results.complete(suite.subset, everyone)
     if not tasks:
         return []
-    table = np.array([[results.final(t, n) for n in everyone] for t in tasks])
+    table = np.array([results.finals(t, everyone) for t in tasks])
     ranks = mean_ranks(np.nan_to_num(table, nan=np.inf))
     return [
         f"<h2>All peers on {len(tasks)} tasks</h2>",

@@ -154,6 +154,10 @@ RPT_VARIANTS: dict[str, Variant] = {
         "gain that only shrinks, target coherence 0",
         gain_rate=0.05, target_coherence=0.0, max_gain=1.0, min_gain=0.02,
     ),
+    "rpt_gain_open": _drop_in(
+        "gain that only opens, up to 4, target coherence 0.1",
+        gain_rate=0.05, target_coherence=0.1, max_gain=4.0, min_gain=1.0,
+    ),
     "rpt_average_095": Variant("iterates averaged, decay 0.95", average=0.95),
     "rpt_average_098": Variant("iterates averaged, decay 0.98", average=0.98),
     # Vectors, tables, heads.

@@ -39,6 +39,7 @@ class Suite:
         seeds: reported, never used for tuning.
         ablation_seeds: the ablations' and other peers' reported seeds.
         constant: what runs on the tasks without a schedule, beside the core.
+        candidates: variants run on every task, at the default rate and at RPT's tuned one.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Suite:
     seeds: tuple[int, ...]
     ablation_seeds: tuple[int, ...]
     constant: tuple[str, ...] = CONSTANT
+    candidates: tuple[str, ...] = ("rpt_gain_open",)
 
     def stages(self) -> list[Stage]:
         """In order of the evidence's worth."""
@@ -62,6 +64,22 @@ class Suite:
                 "report the others",
                 lambda store: self._reporting(store, self.others, self.subset, self.ablation_seeds),
             ),
+            ("tune without a schedule", lambda s: self._tuning(s, self.constant, self._flat())),
+            (
+                "report without a schedule",
+                lambda s: self._reporting(s, self.constant, self._flat(), self.seeds),
+            ),
+            ("candidates for the default", self._candidates),
+        ]
+
+    def _candidates(self, store: Store) -> Iterable[Config]:
+        return [
+            Config(task, name, rate, seed)
+            for task in self.tasks
+            for name in self.candidates
+            for rate in (PEERS[name].rate, tuned_rate(store, task, "rpt", self.name))
+            if rate is not None
+            for seed in self.seeds
         ]
 
     def _tuning(

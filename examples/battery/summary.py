@@ -26,6 +26,7 @@ def write_summary(store: Store, suite: Suite, out: Path) -> Path:
         _standing(results, suite),
         _targets(results, suite),
         _defaults(results, suite),
+        _candidates(results, suite),
         _constant(results, suite),
         _peers(results, suite),
         _ablations(results, suite),
@@ -40,8 +41,9 @@ def _standing(results: Results, suite: Suite) -> str:
     tasks = results.complete(suite.tasks, CORE)
     if not tasks:
         return ""
-    columns = []
-    for measure in (results.final, results.at_equal_time, results.best):
+    table = np.array([results.finals(t, CORE) for t in tasks])
+    columns = [mean_ranks(table)]
+    for measure in (results.at_equal_time, results.best):
         columns.append(mean_ranks(np.array([[measure(t, n) for n in CORE] for t in tasks])))
     rows = []
     for k, name in enumerate(CORE):
@@ -49,7 +51,7 @@ def _standing(results: Results, suite: Suite) -> str:
         ratio = "1"
         if name != "adamw":
             ratio = interval(bootstrap(results.log_ratios(tasks, name, "adamw").values()))
-        wins = sum(results.final(t, name) == min(results.final(t, n) for n in CORE) for t in tasks)
+        wins = int((table[:, k] == table.min(1)).sum())
         share = [
             sum(r["curves"]["cpu"][-1] for r in results.runs(t, name))
             / sum(r["curves"]["cpu"][-1] for r in results.runs(t, "adamw"))
@@ -71,7 +73,7 @@ def _targets(results: Results, suite: Suite) -> str:
         for yardstick in ("adamw", "muon", "soap"):
             steps, seconds = results.to_target(task, "rpt", yardstick)
             cells += [share(steps), share(seconds)]
-        rows.append((task, *(f"{results.final(task, n):.3f}" for n in CORE), *cells))
+        rows.append((task, *(f"{x:.3f}" for x in results.finals(task, CORE)), *cells))
     if not rows:
         return ""
     return "## RPT until a tuned peer's final loss, shares of its steps and CPU seconds\n\n" + (
@@ -86,7 +88,7 @@ def _targets(results: Results, suite: Suite) -> str:
 def _defaults(results: Results, suite: Suite) -> str:
     rows = []
     for task in suite.tasks:
-        ours, theirs = (results.final(task, n, PEERS[n].rate) for n in ("rpt", "adamw"))
+        ours, theirs = results.finals(task, [(n, PEERS[n].rate) for n in ("rpt", "adamw")])
         if not math.isnan(ours + theirs):
             rows.append((ours / theirs, task, ours, theirs, results.final(task, "adamw")))
     if not rows:
@@ -95,6 +97,25 @@ def _defaults(results: Results, suite: Suite) -> str:
     return "## Both at their default rate\n\n" + markdown(
         ("", "RPT", "AdamW", "ratio", "tuned AdamW"),
         [(t, f"{a:.4g}", f"{b:.4g}", f"{q:.3f}", f"{c:.4g}") for q, t, a, b, c in rows],
+    )
+
+
+def _candidates(results: Results, suite: Suite) -> str:
+    rows = []
+    for task in suite.tasks:
+        for name in suite.candidates:
+            arms = [(n, PEERS[n].rate) for n in ("adamw", "rpt", name)]
+            tuned = results.rate(task, "rpt")
+            found = results.finals(task, arms)
+            if not math.isnan(found[2]):
+                found += results.finals(task, [("rpt", tuned), (name, tuned)])
+                cells = ("" if math.isnan(x) else f"{x:.4g}" for x in found)
+                rows.append((task, PEERS[name].says, *cells))
+    if not rows:
+        return ""
+    return "## Candidates for the default\n\n" + markdown(
+        ("", "", "AdamW, default rate", "RPT", "candidate", "RPT, its tuned rate", "candidate"),
+        rows,
     )
 
 
@@ -113,11 +134,18 @@ def _peers(results: Results, suite: Suite) -> str:
     if not tasks or not suite.others:
         return ""
     names = (*CORE, *suite.others)
-    table = np.array([[results.final(t, n) for n in names] for t in tasks])
+    table = np.array([results.finals(t, names) for t in tasks])
     ranked = sorted(zip(mean_ranks(table), names, strict=True))
     return "## All peers (rate)\n\n" + markdown(
         ("", "mean rank", *tasks),
-        [(n, f"{r:.2f}", *(_cell(results, t, n) for t in tasks)) for r, n in ranked],
+        [
+            (
+                n,
+                f"{r:.2f}",
+                *(_cell(results, t, n, table[i, names.index(n)]) for i, t in enumerate(tasks)),
+            )
+            for r, n in ranked
+        ],
     )
 
 
@@ -143,13 +171,15 @@ def _losses(results: Results, suite: Suite) -> str:
     tasks = results.complete(suite.tasks, CORE)
     if not tasks:
         return ""
-    return "## Final held-out loss, tuned (rate)\n\n" + markdown(
-        ("", *CORE), [(t, *(_cell(results, t, n) for n in CORE)) for t in tasks]
-    )
+    rows = []
+    for task in tasks:
+        found = zip(CORE, results.finals(task, CORE), strict=True)
+        rows.append((task, *(_cell(results, task, n, x) for n, x in found)))
+    return "## Final held-out loss, tuned (rate)\n\n" + markdown(("", *CORE), rows)
 
 
-def _cell(results: Results, task: str, name: str) -> str:
-    value = results.final(task, name)
+def _cell(results: Results, task: str, name: str, value: float | None = None) -> str:
+    value = results.final(task, name) if value is None else value
     return "" if math.isnan(value) else f"{value:.4g} ({results.rate(task, name) or 0:g})"
 
 

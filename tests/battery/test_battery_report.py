@@ -1,5 +1,6 @@
 """The battery's statements: ranks, profiles, intervals, time to a target, and the page."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -94,6 +95,18 @@ def test_ratios_are_paired_and_failures_count(store):
     store.add(record(Config("ripple", "rpt", rate, SUITE.seeds[0]), 1.0, diverged=True))
     failed = Results(store, SUITE).log_ratios(["ripple"], "rpt", "adamw")
     assert failed == {"ripple": [pytest.approx(math.log(10))]}
+
+
+def test_means_are_over_shared_seeds(store):
+    suite = dataclasses.replace(SUITE, seeds=(0, 1))
+    rate = grid("rpt", "quick")[1]
+    store.add(record(Config("ripple", "rpt", rate, 1), 0.1))
+    results = Results(store, suite)
+    assert results.final("ripple", "rpt") > 0.4  # the second seed did badly
+    ours, theirs, none = results.finals("ripple", ["rpt", ("adamw", None), "sgd"])
+    assert ours == pytest.approx(math.exp(-4))
+    assert theirs == pytest.approx(math.exp(-2))
+    assert math.isnan(none)
 
 
 def test_ablations_are_reported_at_the_rate_of_rpt(store):
