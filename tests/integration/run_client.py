@@ -381,7 +381,7 @@ def gradient_checkpointing(folder):
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
     model = nn.ModuleDict({"blocks": blocks, "out": nn.Linear(64, 10)})
     optimizer = ResidualPolarTransport(model.parameters(), lr=3e-3)
-    optimizer.attach_model(model)
+    optimizer.attach_model(model, observe_every=1)
     parts = {"model": model, "optimizer": optimizer}
     start = load(folder, **parts)
     data = batches(digits())
