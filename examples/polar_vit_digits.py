@@ -152,10 +152,13 @@ def train(arm: tuple[str, dict[str, Any], str], seed: int, arguments: Any, label
     }
 
 
-def key_of(label: str, seed: int, arguments: Any) -> str:
-    """What identifies a run."""
+def key_of(arm: tuple[str, dict[str, Any], str], seed: int, arguments: Any) -> str:
+    """What identifies a run; studies share the runs they have in common."""
     recipe = (arguments.data, arguments.size, arguments.epochs, arguments.batch, arguments.rate)
-    return json.dumps([label, seed, *recipe, arguments.bf16])
+    arithmetic, options, optimizer = arm
+    return json.dumps(
+        [arithmetic, sorted(options.items()), optimizer, seed, *recipe, arguments.bf16]
+    )
 
 
 def table(results: dict[str, list[dict]]) -> str:
@@ -234,7 +237,7 @@ def main() -> None:
     results: dict[str, list[dict]] = {label: [] for label in chosen}
     jobs = [(label, seed) for seed in range(arguments.seeds) for label in chosen]
     for label, seed in tqdm(jobs, unit="run"):
-        key = key_of(label, seed, arguments)
+        key = key_of(chosen[label], seed, arguments)
         if key not in known:
             known[key] = {"key": key, **train(chosen[label], seed, arguments, label)}
             with arguments.runs.open("a") as stream:
