@@ -152,10 +152,13 @@ def train(arm: tuple[str, dict[str, Any], str], seed: int, arguments: Any, label
     }
 
 
-def key_of(label: str, seed: int, arguments: Any) -> str:
-    """What identifies a run."""
+def key_of(arm: tuple[str, dict[str, Any], str], seed: int, arguments: Any) -> str:
+    """What identifies a run; studies share the runs they have in common."""
     recipe = (arguments.data, arguments.size, arguments.epochs, arguments.batch, arguments.rate)
-    return json.dumps([label, seed, *recipe, arguments.bf16])
+    arithmetic, options, optimizer = arm
+    return json.dumps(
+        [arithmetic, sorted(options.items()), optimizer, seed, *recipe, arguments.bf16]
+    )
 
 
 def table(results: dict[str, list[dict]]) -> str:
@@ -201,10 +204,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", default="digits", help="digits, mnist5k or a directory")
     parser.add_argument("--size", default="digits", choices=["digits", *lorentz.SIZES])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--every", type=int, default=2, help="epochs between evaluations")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate of both optimizers")
+    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of both optimizers")
     parser.add_argument("--arms", nargs="+", help="only the arms whose label contains one of these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
@@ -234,7 +237,7 @@ def main() -> None:
     results: dict[str, list[dict]] = {label: [] for label in chosen}
     jobs = [(label, seed) for seed in range(arguments.seeds) for label in chosen]
     for label, seed in tqdm(jobs, unit="run"):
-        key = key_of(label, seed, arguments)
+        key = key_of(chosen[label], seed, arguments)
         if key not in known:
             known[key] = {"key": key, **train(chosen[label], seed, arguments, label)}
             with arguments.runs.open("a") as stream:

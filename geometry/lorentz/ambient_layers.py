@@ -204,6 +204,7 @@ class AmbientMultiheadAttention(PolarMultiheadAttention):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         for gain in (self.query_heads, self.key_heads, self.value_heads):
+            assert isinstance(gain, AmbientHeadGain)
             gain.shared_curvature = (self.curvature,)
 
     def forward(self, x: Tensor, *, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]

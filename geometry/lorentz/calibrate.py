@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .convert import from_ambient, to_ambient
+from .curvature import Curvature
 from .heads import HeadGain
 from .linear import PolarLinear
 from .point import Point
@@ -71,7 +72,9 @@ def calibrate_(model: nn.Module, batch: Any, target_radius: float = 1.0) -> nn.M
             target = target_radius / math.sqrt(float(layer.curvature()))
         assert isinstance(layer, PolarLinear | HeadGain)
         if isinstance(output, Tensor):
-            k = layer.curvature()
+            curvature = layer.curvature
+            assert isinstance(curvature, Curvature)
+            k = curvature()
             shift, moved = _shift(from_ambient(output, k=k), target, isinstance(layer, HeadGain))
             layer.shift_log_radius_(shift)
             return to_ambient(moved, k=k)

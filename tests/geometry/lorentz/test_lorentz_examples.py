@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import pickle
 import sys
 from pathlib import Path
@@ -125,10 +124,16 @@ def test_cifar_and_tiny_imagenet_directories(example, tmp_path):
 def test_run_keys_tell_recipes_apart(example):
     module = example("polar_vit_digits")
     base = {"data": "digits", "size": "digits", "epochs": 2, "batch": 64, "rate": 1e-3}
-    keys = {
-        module.key_of("a", 0, argparse.Namespace(**base, bf16=False)),
-        module.key_of("a", 1, argparse.Namespace(**base, bf16=False)),
-        module.key_of("a", 0, argparse.Namespace(**base, bf16=True)),
+    plain = argparse.Namespace(**base, bf16=False)
+    arms = {**module.arms("compare"), **module.arms("ablation")}
+    keys = {name: module.key_of(arm, 0, plain) for name, arm in arms.items()}
+    # What two studies have in common is one run.
+    assert keys["Polar-ViT, AdamW"] == keys["+ horospherical encoding (Polar-ViT)"]
+    assert keys["ambient Lorentz ViT, AdamW"] == keys[module.START]
+    assert len(set(keys.values())) == len(arms) - 2
+    arm = arms["Polar-ViT, AdamW"]
+    others = {
+        module.key_of(arm, 1, plain),
+        module.key_of(arm, 0, argparse.Namespace(**base, bf16=True)),
     }
-    assert len(keys) == 3
-    assert all(json.loads(key)[0] == "a" for key in keys)
+    assert len(others - set(keys.values())) == 2
