@@ -1,6 +1,6 @@
 """Polar U-Net against its ambient twin: handwritten digits segmented from photographs.
 
-    python examples/polar_unet.py [--seeds 3] [--steps 250]
+    python examples/polar_unet.py [--seeds 3] [--steps 150]
 
 Masks made from real images at hand: scikit-learn's scanned digits, enlarged, are drawn with low
 contrast onto crops of its two photographs; the mask is where the pen was. Digits and regions of the
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=32)
     parser.add_argument("--images", type=int, default=512, help="drawn training images")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "RPT"])

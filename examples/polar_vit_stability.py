@@ -120,7 +120,9 @@ def plot(results: dict[str, dict[float, list[dict]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--radii", type=float, nargs="+", default=[2, 4, 6, 8, 10, 12, 14])
+    parser.add_argument(
+        "--radii", type=float, nargs="+", default=[2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    )
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rate", type=float, default=3e-3)

@@ -124,7 +124,7 @@ def test_batch_norm_is_the_ambient_formula_and_keeps_estimates(k):
     running = lorentz.to_ambient((layer.running_radius, layer.running_direction), k=k)
     assert torch.allclose(running, moved, rtol=1e-10)
     assert torch.allclose(layer.running_distance, 0.75 + 0.25 * distance)
-    for _ in range(200):
+    for _ in range(80):
         layer(x)
     train = layer(x)
     layer.eval()
@@ -222,15 +222,10 @@ def test_unet_sizes_and_sites():
         lorentz.PolarUNet(channels=())
 
 
-@pytest.mark.parametrize("optimizer_name", ["RiemannianAdamW", "RPT"])
-def test_unet_learns_a_mask_and_survives_autocast_and_files(optimizer_name):
+def test_unet_learns_a_mask_and_survives_autocast_and_files():
     model = lorentz.PolarUNet(1, 2, channels=(4, 8))
-    groups = lorentz.parameter_groups(model, 0.05)
-    if optimizer_name == "RPT":
-        optimizer = rpt.ResidualPolarTransport(groups, lr=1e-2)
-        optimizer.attach_model(model)
-    else:
-        optimizer = lorentz.RiemannianAdamW(groups, lr=1e-2)
+    optimizer = rpt.ResidualPolarTransport(lorentz.parameter_groups(model, 0.05), lr=1e-2)
+    optimizer.attach_model(model)
     images = torch.rand(4, 1, 16, 16)
     target = (nn.functional.avg_pool2d(images, 3, 1, 1).squeeze(1) > 0.5).long()
     before = float(lorentz.segmentation_loss(model(images), target).detach())
