@@ -32,11 +32,10 @@ def round_into(parameter: Tensor, value: Tensor, update: Tensor, rounding: str) 
 def _dither(value: Tensor, update: Tensor) -> Tensor:
     """Round to a multiple of bfloat16's spacing, up with the probability of what is cut off."""
     bits = value.contiguous().view(torch.int32)
-    noise = (
-        update.contiguous().view(torch.int32) * -1640531527
-    )  # 2³²/φ: Knuth's multiplicative hash
+    # 2³²/φ (Knuth's multiplicative hash), then a mixing constant of MurmurHash3.
+    noise = update.contiguous().view(torch.int32) * -1640531527
     noise = noise ^ (noise >> 15) ^ bits
-    noise = noise * -2048144789  # a mixing constant of MurmurHash3's family
+    noise = noise * -2048144789
     noise = (noise ^ (noise >> 13)) & 0xFFFF
     rounded = ((bits + noise) & -65536).view(torch.float32)
     # Next to the largest number a carry would make an infinity, and in a NaN another number.

@@ -75,21 +75,19 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
-def live_frame(
-    request: Tensor, stored: Tensor, transport_eps: float, held: Tensor | None = None
-) -> Frame:
+def live_frame(request: Tensor, stored: Tensor, held: Tensor, transport_eps: float) -> Frame:
     """Compare the request's direction with the stored frame.
 
     Args:
         request: P, (b, n).
         stored: h₋, (b, n).
+        held: whether a frame is stored, bool (b, 1).
         transport_eps: τ.
-        held: whether a frame is stored, bool (b, 1); None to find out: only a row without one is zero.
     """
     length = norm(request)
     live = length > transport_eps
     inverse = length.reciprocal().masked_fill_(~live, 0.0)
-    compared = live & ((norm(stored) > 0.5) if held is None else held)
+    compared = live & held
     cosine = (dot(stored, request) * inverse).clamp_(-1.0, 1.0)
     coherence = cosine.masked_fill_(~compared, 1.0)
     confidence = coherence.clamp_min(0.0).mul_(live)

@@ -146,7 +146,7 @@ def take_step(
         request = (request.mT if tall else request).reshape(gradient.shape)
 
     stored = state["frame"]
-    frame = live_frame(request, stored, rule.transport_eps, state[MEASURED][:, HELD:] > 0)
+    frame = live_frame(request, stored, state[MEASURED][:, HELD:] > 0, rule.transport_eps)
     carried = carry(
         state["momentum"],
         stored,

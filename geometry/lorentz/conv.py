@@ -12,6 +12,7 @@ from torch.nn import functional
 from .convert import unit_space
 from .curvature import Curvature, as_curvature_module
 from .point import Point, PointLike, promote, radius_limit, without_autocast
+from .radius import anchored_log_radius
 from .scalar import arcosh1p, asinh_exp, log_of_norm, norm_and_direction
 
 __all__ = ["PolarConv2d", "channels_first", "channels_last"]
@@ -124,11 +125,13 @@ class PolarConv2d(nn.Module):
         if self.radius_rule == "anchored":
             # cosh of twice the radius of the concatenation is 1 + 2Σ sinh² a.
             field_radius = 0.5 * arcosh1p(2.0 * squares)
-            log_radius = (
-                log_radius * (1.0 + self.norm_power_change.to(a.dtype))
-                + self.radius_gain.to(a.dtype) * field_radius
-                + out[:, -1] / time
-                + self.radius_bias.to(a.dtype)
+            log_radius = anchored_log_radius(
+                log_radius,
+                field_radius,
+                out[:, -1] / time,
+                power_change=self.norm_power_change,
+                gain=self.radius_gain,
+                bias=self.radius_bias,
             )
         return Point(asinh_exp(log_radius) * (norm > 0), direction)
 

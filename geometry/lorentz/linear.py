@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .convert import klein
 from .curvature import Curvature, as_curvature_module
 from .point import Point, PointLike, promote, radius_limit, without_autocast
-from .radius import RadiusRule, make_radius_rule
+from .radius import RadiusRule, anchored_log_radius, make_radius_rule
 from .scalar import asinh_exp, log_cosh, log_of_norm, norm_and_direction
 
 __all__ = ["PolarLinear", "PolarMLP"]
@@ -159,11 +159,16 @@ class PolarLinear(nn.Module):
             return self.other_rule(log_norm, a, chi, u) + offset
         if self.radius_rule == "lorentz":
             return log_norm + offset
-        power = 1.0 + self.norm_power_change.to(a.dtype)
         with without_autocast(a.device.type):
             by_direction = chi @ self.radius_direction.to(a.dtype)
-        bias = self.radius_bias.to(a.dtype) + offset
-        return power * log_norm + self.radius_gain.to(a.dtype) * a + by_direction + bias
+        return anchored_log_radius(
+            log_norm,
+            a,
+            by_direction,
+            power_change=self.norm_power_change,
+            gain=self.radius_gain,
+            bias=self.radius_bias.to(a.dtype) + offset,
+        )
 
     def shift_log_radius_(self, shift: Tensor) -> None:
         """Move the offset φ₀ by a number: what calibration does."""

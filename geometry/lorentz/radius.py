@@ -1,6 +1,6 @@
-"""Rules for the output radius of a polar layer other than the anchored one (Table 6).
+"""The anchored rule for the output radius of a polar layer (Eq. 8), and those it is compared with (Table 6).
 
-Each maps (ln(‖h‖/√k), a, χ, u) of the layer's output before normalisation and of its input to
+Each of the others maps (ln(‖h‖/√k), a, χ, u) of the layer's output before normalisation and of its input to
 ℓ = ln sinh a′. All but `HardBound` start from a random point. They exist to be compared with the
 anchored rule, and fall short of it.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .scalar import asinh_exp, log_sinh
 
-__all__ = ["RADIUS_RULES", "RadiusRule", "make_radius_rule"]
+__all__ = ["RADIUS_RULES", "RadiusRule", "anchored_log_radius", "make_radius_rule"]
 
 RADIUS_RULES = (
     "anchored",
@@ -25,6 +25,20 @@ RADIUS_RULES = (
     "sigmoid",
     "bounded",
 )
+
+
+def anchored_log_radius(
+    log_norm: Tensor, a: Tensor, by_direction: Tensor, *, power_change: Tensor, gain: Tensor,
+    bias: Tensor,
+) -> Tensor:  # fmt: skip
+    """ℓ = β ln(‖h‖/√k) + λa + φᵀχ + φ₀ (Polar-ViT paper, Eq. 8), β = 1 + `power_change`.
+
+    Args:
+        log_norm, a, by_direction: ln(‖h‖/√k), the input radius and φᵀχ, each (…).
+        power_change, gain, bias: β − 1, λ and φ₀, 0-d, of any floating dtype.
+    """
+    power = 1.0 + power_change.to(a.dtype)
+    return power * log_norm + gain.to(a.dtype) * a + by_direction + bias.to(a.dtype)
 
 
 class RadiusRule(nn.Module):

@@ -39,7 +39,7 @@ class _Scalar(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_backward(*inputs)
 
 
 class _LogCosh(_Scalar):
@@ -49,7 +49,8 @@ class _LogCosh(_Scalar):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * torch.tanh(ctx.saved_tensors[0])
+        (a,) = ctx.saved_tensors
+        return gradient * torch.tanh(a)
 
 
 class _LogSinh(_Scalar):
@@ -61,7 +62,7 @@ class _LogSinh(_Scalar):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (a, _) = ctx.saved_tensors
+        (a,) = ctx.saved_tensors
         positive = a > 0
         return torch.where(positive, gradient / torch.tanh(torch.where(positive, a, 1.0)), 0.0)
 
@@ -75,9 +76,14 @@ class _AsinhExp(_Scalar):
         return torch.where(log_value > 0, large, small)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         # e^ℓ/√(1 + e^2ℓ) = tanh arsinh e^ℓ, and 0 at ℓ = −∞.
-        return gradient * torch.tanh(ctx.saved_tensors[1])
+        (value,) = ctx.saved_tensors
+        return gradient * torch.tanh(value)
 
 
 class _AsinhOfNorm(_Scalar):
@@ -89,7 +95,7 @@ class _AsinhOfNorm(_Scalar):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        norm = ctx.saved_tensors[0]
+        (norm,) = ctx.saved_tensors
         return gradient / torch.hypot(norm, torch.ones_like(norm))
 
 
@@ -137,20 +143,14 @@ def sinh_ratio(c: Tensor) -> Tensor:
     return torch.where(small, _polynomial(torch.where(small, c, 0.0), _RATIO), d / sinh_d)
 
 
-class _SquaredArcosh1p(torch.autograd.Function):
+class _SquaredArcosh1p(_Scalar):
     """D² of c. The derivative 2D/sinh D is finite at c = 0; that of D, then squared, is not."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(c: Tensor) -> Tensor:
         root = torch.sqrt(c)
         d = torch.log1p(c + root * torch.sqrt(c + 2.0))
         return d * d
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -184,6 +184,10 @@ class _SinhcOfRoot(_Scalar):
         root = torch.sqrt(torch.where(small, 1.0, z))
         series = _polynomial(torch.where(small, z, 0.0), _SINHC)
         return torch.where(small, series, torch.sinh(root) / root)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

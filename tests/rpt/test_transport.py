@@ -50,8 +50,12 @@ def vectors(seed, count=3, n=12):
     return torch.randn(count, 1, n, generator=generator, dtype=torch.float64)
 
 
+def holds(stored):
+    return stored.norm(dim=-1, keepdim=True) > 0.5
+
+
 def through_library(m, stored, p, t, **options):
-    frame = live_frame(p, stored, TAU)
+    frame = live_frame(p, stored, holds(stored), TAU)
     carried = carry(
         m.clone(), stored, p, frame, beta1=0.9, correction=1 - 0.9**t, transport_eps=TAU, **options
     )
@@ -93,7 +97,7 @@ def test_carry_follows_the_formulas(kind, dtype):
 def test_rotation_is_an_isometry_that_takes_one_frame_to_the_other(seed, n):
     m, stored, p = vectors(seed, n=n)
     stored = stored / stored.norm()
-    frame = live_frame(p, stored, TAU)
+    frame = live_frame(p, stored, holds(stored), TAU)
     # Full confidence shows the bare rotation: its part across h enters unfaded.
     bare = frame._replace(confidence=torch.ones_like(frame.confidence))
     h = p / p.norm()
