@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Float32Muon"]
+__all__ = ["Float32Muon", "hidden_matrices"]
 
 
 class Float32Muon(torch.optim.Optimizer):
@@ -48,6 +48,19 @@ class Float32Muon(torch.optim.Optimizer):
                 scale = max(1.0, rows / cols) ** 0.5
                 p.add_(orthogonalised(request).view_as(p), alpha=-group["lr"] * scale)
         return loss
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """What Muon's authors give to Muon: all but vectors, embeddings and the output head.
+
+    A model with nothing else has all of its matrices returned.
+    """
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    excluded = tables | ({id(linear[-1].weight)} if linear else set())
+    named = [(n, p) for n, p in model.named_parameters() if p.ndim >= 2]
+    hidden = [p for n, p in named if id(p) not in excluded and "position" not in n]
+    return hidden or [p for _, p in named]
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import json
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import matplotlib
 import numpy as np
 import torch
 from rpt.geometry import lorentz
+from run_log import RunLog
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -157,6 +159,12 @@ def train(name: str, optimizer_name: str, seed: int, data: Any, arguments: Any) 
     }, logits[:6].argmax(1)
 
 
+def record(*run: Any) -> dict[str, Any]:
+    """What is kept of a run: its figures and its predictions on the first test images."""
+    figures, predictions = train(*run)
+    return {**figures, "predictions": predictions.tolist()}
+
+
 def plot(
     data: Any, predictions: dict[str, Tensor], results: dict[str, list[dict]], path: Path
 ) -> None:
@@ -201,10 +209,7 @@ def main() -> None:
         arguments.seeds, arguments.steps, arguments.images = 1, 4, 32
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    arguments.runs.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, dict] = {}
-    if arguments.runs.exists():
-        known = {r["key"]: r for r in map(json.loads, arguments.runs.read_text().splitlines())}
+    log = RunLog(arguments.runs)
     data = load(arguments)
     results: dict[str, list[dict]] = {}
     predictions: dict[str, Tensor] = {}
@@ -212,14 +217,11 @@ def main() -> None:
     for name, optimizer, seed in tqdm(jobs, unit="run"):
         recipe = (str(arguments.data), arguments.side, arguments.images, arguments.steps)
         key = json.dumps([name, optimizer, seed, *recipe, arguments.batch, arguments.rate])
-        if key not in known:
-            run, guess = train(name, optimizer, seed, data, arguments)
-            known[key] = {"key": key, **run, "predictions": guess.tolist()}
-            with arguments.runs.open("a") as stream:
-                stream.write(json.dumps(known[key]) + "\n")
-        results.setdefault(f"{name}, {optimizer}", []).append(known[key])
-        predictions.setdefault(f"{name}, {optimizer}", torch.tensor(known[key]["predictions"]))
-        tqdm.write(f"{name}, {optimizer} seed {seed}: Dice {known[key]['dice']:.4f}")
+        found = log.get(key, partial(record, name, optimizer, seed, data, arguments))
+        label = f"{name}, {optimizer}"
+        results.setdefault(label, []).append(found)
+        predictions.setdefault(label, torch.tensor(found["predictions"]))
+        tqdm.write(f"{label} seed {seed}: Dice {found['dice']:.4f}")
     print("| | parameters | test Dice | CPU s a run |\n|---|---|---|---|")
     for label, runs in results.items():
         dice = [run["dice"] for run in runs]

@@ -19,12 +19,14 @@ import json
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
 from rpt.geometry import lorentz
+from run_log import RunLog
 from torch import Tensor, nn
 from tqdm import tqdm
 from vision_data import load
@@ -225,12 +227,7 @@ def main() -> None:
     arguments = parse()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    arguments.runs.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, dict] = {}
-    if arguments.runs.exists():
-        for line in arguments.runs.read_text().splitlines():
-            run = json.loads(line)
-            known[run["key"]] = run
+    log = RunLog(arguments.runs)
     chosen = arms(arguments.study)
     if arguments.arms:
         chosen = {n: arm for n, arm in chosen.items() if any(part in n for part in arguments.arms)}
@@ -238,12 +235,9 @@ def main() -> None:
     jobs = [(label, seed) for seed in range(arguments.seeds) for label in chosen]
     for label, seed in tqdm(jobs, unit="run"):
         key = key_of(chosen[label], seed, arguments)
-        if key not in known:
-            known[key] = {"key": key, **train(chosen[label], seed, arguments, label)}
-            with arguments.runs.open("a") as stream:
-                stream.write(json.dumps(known[key]) + "\n")
-        results[label].append(known[key])
-        tqdm.write(f"{label:45s} seed {seed}: {100 * known[key]['accuracy']:.2f} %")
+        found = log.get(key, partial(train, chosen[label], seed, arguments, label))
+        results[label].append(found)
+        tqdm.write(f"{label:45s} seed {seed}: {100 * found['accuracy']:.2f} %")
     print(table(results))
     plot(results, arguments.output, arguments.every)
     print(f"Saved {arguments.output}; runs in {arguments.runs}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import matplotlib
 import torch
 from rpt.geometry import lorentz
 from rpt.geometry.lorentz import ambient
+from run_log import RunLog
 from torch import Tensor, nn
 from tqdm import tqdm
 from vision_data import load
@@ -133,20 +135,13 @@ def main() -> None:
     if arguments.quick:
         arguments.radii, arguments.steps = [2.0, 8.0, 12.0], 2
     torch.set_num_threads(1)
-    arguments.runs.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, dict] = {}
-    if arguments.runs.exists():
-        known = {r["key"]: r for r in map(json.loads, arguments.runs.read_text().splitlines())}
+    log = RunLog(arguments.runs)
     results: dict[str, dict[float, list[dict]]] = {name: {} for name in MODELS}
     jobs = [(n, r, s) for s in range(arguments.seeds) for r in arguments.radii for n in MODELS]
     for name, radius, seed in tqdm(jobs, unit="run"):
         key = json.dumps([name, radius, seed, arguments.steps, arguments.rate])
-        if key not in known:
-            found = run(name, radius, seed, arguments.steps, arguments.rate)
-            known[key] = {"key": key, **found}
-            with arguments.runs.open("a") as stream:
-                stream.write(json.dumps(known[key]) + "\n")
-        results[name].setdefault(radius, []).append(known[key])
+        found = log.get(key, partial(run, name, radius, seed, arguments.steps, arguments.rate))
+        results[name].setdefault(radius, []).append(found)
     print("| R | " + " | ".join(MODELS) + " |\n|---|" + "---|" * len(MODELS))
     for radius in arguments.radii:
         cells = []

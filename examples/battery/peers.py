@@ -16,13 +16,13 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from examples.peers import Float32Muon
+from examples.peers import Float32Muon, hidden_matrices
 from rpt.presets import preset_options
 
 from .bundle import Averaged, Bundle
 from .residual import RPT_VARIANTS
 
-__all__ = ["PEERS", "Peer", "hidden_matrices"]
+__all__ = ["PEERS", "Peer"]
 
 Factory = Callable[[nn.Module, float, float], Bundle]
 
@@ -52,19 +52,6 @@ class Peer:
         """Changes when the optimizer's configuration does."""
         code = self.options or inspect.getsource(self.make)
         return hashlib.sha256(code.encode()).hexdigest()[:8]
-
-
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """What Muon's authors give to Muon: all but vectors, embeddings and the output head.
-
-    A model with nothing else has all of its matrices returned.
-    """
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    excluded = tables | ({id(linear[-1].weight)} if linear else set())
-    named = [(n, p) for n, p in model.named_parameters() if p.ndim >= 2]
-    hidden = [p for n, p in named if id(p) not in excluded and "position" not in n]
-    return hidden or [p for _, p in named]
 
 
 def adamw(model: nn.Module, rate: float, decay: float) -> Bundle:

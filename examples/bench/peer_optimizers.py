@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import rpt
-from examples.peers import Float32Muon
+from examples.peers import Float32Muon, hidden_matrices
 
 __all__ = ["ARMS", "Factory", "state_bytes"]
 
@@ -15,15 +15,10 @@ LR, BETAS = 1e-3, (0.9, 0.95)
 Factory = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
-def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Hidden matrices, and the embeddings, heads and vectors that Muon's authors leave to AdamW."""
-    matrices = [
-        p
-        for name, p in model.named_parameters()
-        if p.ndim >= 2 and not any(part in name for part in ("embed", "head", "position"))
-    ]
+def others(model: nn.Module, matrices: list[nn.Parameter]) -> list[nn.Parameter]:
+    """What is left of a model's parameters."""
     chosen = {id(p) for p in matrices}
-    return matrices, [p for p in model.parameters() if id(p) not in chosen]
+    return [p for p in model.parameters() if id(p) not in chosen]
 
 
 def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -32,7 +27,8 @@ def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def muon(kind: type[torch.optim.Optimizer]) -> Factory:
     def build(model: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices, rest = split(model)
+        matrices = hidden_matrices(model)
+        rest = others(model, matrices)
         found: list[torch.optim.Optimizer] = [kind(matrices, lr=LR)]  # type: ignore[call-arg]
         if rest:
             found.append(torch.optim.AdamW(rest, lr=LR, betas=BETAS, foreach=True))
@@ -43,9 +39,8 @@ def muon(kind: type[torch.optim.Optimizer]) -> Factory:
 
 def torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     """torch.optim.Muon takes matrices only: AdamW gets convolutions too."""
-    matrices = [p for p in split(model)[0] if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
+    matrices = [p for p in hidden_matrices(model) if p.ndim == 2]
+    rest = others(model, matrices)
     found: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=LR)]
     return found + ([torch.optim.AdamW(rest, lr=LR, betas=BETAS, foreach=True)] if rest else [])
 

@@ -1,6 +1,6 @@
 """How a step's cost and state grow with width, for each root backend: a table, a plot, and two large models.
 
-    python examples/bench/scale.py [--measured 1024] [--out scale.png] [--models]
+    python -m examples.bench.scale [--measured 1024] [--out scale.png] [--models]
 
 For a square matrix of every width: nanoseconds and bytes per parameter. A step is put together from its
 parts, each timed alone as the best of three on one thread: the rule without a metric, the metric's running
@@ -24,6 +24,8 @@ from torch import nn
 import rpt
 from rpt.distributed.planner import CostModel, Item, make_plan
 from rpt.roots import Damping, RootBackend, resolve_roots
+
+from .distributed import llama
 
 WIDTHS = (128, 256, 512, 1024, 2048, 4096)
 BETWEEN = 37.5  # mean number of steps between two refreshes of the default preset
@@ -165,35 +167,29 @@ def plot(grown: Grown, output: str) -> None:
     print(f"\nwrote {output}")
 
 
-def llama(width: int, hidden: int, layers: int, vocabulary: int = 32_000) -> list[tuple[int, int]]:
-    layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden)]
-    return [*layer * layers, (vocabulary, width), (vocabulary, width)]
-
-
 def model_table() -> None:
     models = {
-        "1.3 B (2048 × 24 layers)": llama(2048, 5504, 24),
-        "7 B (4096 × 32 layers)": llama(4096, 11008, 32),
+        "1.3 B (2048 × 24 layers)": llama(2048, 24, 5504, 2048, 32_000),
+        "7 B (4096 × 32 layers)": llama(4096, 32, 11008, 4096, 32_000),
     }
     names = ("full", "blocked 128", "low rank n/8", "auto")
     costs = CostModel(staleness=BETWEEN)
     print("\nper device, busiest rank: state in GB | multiply-adds of a step in units of AdamW's")
     for title, shapes in models.items():
-        entries = sum(r * c for r, c in shapes)
+        entries = sum(r * c for _, r, c in shapes)
         print(f"{title}, {entries / 1e9:.2f} B entries; AdamW's state {8 * entries / 1e9:.1f} GB")
         print(f"{'':14}" + "".join(f"{f'{ranks} ranks':>24}" for ranks in (1, 8, 64)))
         for name in names:
             cells = ""
             for ranks in (1, 8, 64):
                 items, state = [], []
-                for shape in shapes:
+                for kind, *shape in shapes:
                     backend = backends(min(shape))[name]
-                    head = max(shape) > 8192 and min(shape) < 8192 and max(shape) == 32_000
-                    if head:
+                    if kind == "embedding":
                         # A vocabulary: no factor on its long side, no polar share.
                         backend = resolve_roots("auto(drift_from='age')")
-                    cost = costs.matrix(*shape, backend, 0 if head else 3)
-                    items.append(Item(cost, 4 * shape[0] * shape[1], shape))
+                    cost = costs.matrix(*shape, backend, 0 if kind == "embedding" else 3)
+                    items.append(Item(cost, 4 * shape[0] * shape[1], tuple(shape)))
                     state.append(8 * shape[0] * shape[1] + backend.state_bytes(*shape))
                 plan = make_plan(items, ranks)
                 held = [0.0] * ranks

@@ -12,12 +12,12 @@ pytest.importorskip("sklearn")
 from examples.battery.bundle import Averaged
 from examples.battery.byte_pairs import apply_merges, learn_merges
 from examples.battery.grids import MULTIPLES, grid
-from examples.battery.peers import PEERS, hidden_matrices
+from examples.battery.peers import PEERS
 from examples.battery.runner import run_all, train
 from examples.battery.store import Config, Store
 from examples.battery.suites import LARGE, SUITES, TUNING_SEED, tuned_rate, tuning_rates
 from examples.battery.tasks import TASKS
-from examples.peers import Float32Muon, orthogonalised
+from examples.peers import Float32Muon, hidden_matrices, orthogonalised
 
 PACKAGES = {
     "soap": "pytorch_optimizer", "scalable_shampoo": "pytorch_optimizer",

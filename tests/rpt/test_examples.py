@@ -95,10 +95,11 @@ def test_step_benchmark_prints_every_arm():
 
 def test_scale_benchmark_prints_two_models_on_paper():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "bench" / "scale.py"), "--models"],
+        [sys.executable, "-m", "examples.bench.scale", "--models"],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(EXAMPLES.parent), "PATH": "/usr/bin:/bin"},
+        cwd=EXAMPLES.parent,
+        env={"PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
     assert "1.3 B" in done.stdout
