@@ -25,17 +25,19 @@ from .update import (
 )
 
 __all__ = [
+    "OUTGROWN",
     "StackWork",
     "advance",
     "deliver",
     "group_gain",
+    "observe",
     "sort_into_stacks",
     "step_size",
 ]
 
 
 # How many times the largest gradient entry that its roots have seen makes a gradient too large for them.
-_OUTGROWN = 4.0
+OUTGROWN = 4.0
 
 
 @dataclass
@@ -147,7 +149,10 @@ def _start(
         divisors = [math.copysign(1.0, d) for d in divisors]
     gradient = stack.gradients(item.members, item.gradients, divisors)
     if stack.is_matrix:
-        _observe(item, records, [ranks.get(p, global_rank) for p in item.parameters])
+        mine = [ranks.get(p, global_rank) for p in item.parameters]
+        observe(item, mine)
+        for record, rank in zip(records, mine, strict=True):
+            record["observations"] += rank is not None
     members = Members(
         steps=[r["step"] + 1 for r in records],
         metric_steps=[r["step"] + 1 - r.get("metric_start", 0) for r in records],
@@ -160,19 +165,17 @@ def _start(
         shapes=stack.shapes
         if item.index is None or stack.shapes is None
         else stack.shapes[item.index],
-        outgrown=[r["peak"] > _OUTGROWN * r.get("root_peak", math.inf) for r in records],
+        outgrown=[r["peak"] > OUTGROWN * r.get("root_peak", math.inf) for r in records],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]
     return take_step(item.working, gradient, sizes, stack.layout, stack.backend, members, item.rule)
 
 
-def _observe(
-    item: StackWork, records: Sequence[dict[str, Any]], ranks: Sequence[Tensor | None]
-) -> None:
-    """Let observations move the polar weights of a stack of matrices."""
+def observe(item: StackWork, ranks: Sequence[Tensor | None]) -> Tensor | None:
+    """Let observations move the polar weights of a stack of matrices; which were there, bool (k,)."""
     if all(rank is None for rank in ranks):
-        return
+        return None
     weight, stored = item.working["polar_weight"], item.working["residual_entropy_rank"]
     nothing = weight.new_full((), float("nan"))
     rank = torch.stack([nothing if r is None else r.to(weight) for r in ranks])
@@ -180,8 +183,7 @@ def _observe(
     moved = update_polar_weight(weight, rank, polar_beta=beta, polar_release_beta=release)
     weight.copy_(moved)
     stored.copy_(torch.where(rank.isnan(), stored, rank))
-    for record, value in zip(records, ranks, strict=True):
-        record["observations"] += value is not None
+    return ~rank.isnan()
 
 
 def step_size(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> StepSize:

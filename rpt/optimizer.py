@@ -17,6 +17,7 @@ from .options import (
     OPTIONS,
     adamw_keywords,
     complete_group,
+    validate_capturable,
     validate_options,
 )
 from .ownership import MODES, Ownership
@@ -73,6 +74,9 @@ class ResidualPolarTransport(SteppingOptimizer):
         transport: whether momentum is rotated into the live frame (off only for ablations).
         closure: whether the axial lag is closed (off only for ablations).
         maximize: ascend instead.
+        capturable: take steps without any host synchronisation, which a CUDA graph can record: roots
+            come from matrix products, a fixed number in each step. The same in all groups; see
+            docs/speed.md.
         nonfinite: "skip" leaves a parameter with a non-finite gradient untouched, with one warning and
             a telemetry count; "raise" raises before anything changes.
         rounding: how a bfloat16 weight is rounded after its step in float32: to "nearest", or
@@ -85,7 +89,7 @@ class ResidualPolarTransport(SteppingOptimizer):
         ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
             to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
             is "owner" wherever ranks hold the same parameters or shards of them.
-        **adamw: `foreach`, `fused`, `capturable`, `differentiable`, `amsgrad` are taken as AdamW takes
+        **adamw: `foreach`, `fused`, `differentiable`, `amsgrad` are taken as AdamW takes
             them and have no effect, or are refused with the remedy.
 
     Raises:
@@ -119,6 +123,7 @@ class ResidualPolarTransport(SteppingOptimizer):
         transport: bool = PRESET,
         closure: bool = PRESET,
         maximize: bool = PRESET,
+        capturable: bool = PRESET,
         nonfinite: str = PRESET,
         rounding: str = PRESET,
         observer_dim: int = 32,
@@ -179,6 +184,12 @@ class ResidualPolarTransport(SteppingOptimizer):
             adamw_keywords({k: v for k, v in explicit.items() if k in IMPLEMENTATION_KEYWORDS})
             complete_group(param_group, self.defaults)
             self._validate(param_group, where)
+            for other in self.param_groups[:1]:
+                if param_group["capturable"] != other["capturable"]:
+                    raise ValueError(
+                        f"{where}: capturable={param_group['capturable']!r} differs from group 0: one "
+                        "step serves all groups; give all the same, or use two optimizers"
+                    )
             param_group["roots"] = self._name_roots(param_group["roots"])
             param_group.setdefault("gain", torch.ones((), dtype=torch.float64))
         super().add_param_group(param_group)
@@ -189,6 +200,8 @@ class ResidualPolarTransport(SteppingOptimizer):
         if isinstance(roots, str):
             roots = self._custom_roots.get(roots, roots)
         validate_options(group | {"roots": roots}, where)
+        backend = roots if isinstance(roots, RootBackend) else resolve_roots(roots)
+        validate_capturable(group, backend, where)
 
     def _check_edited_groups(self) -> None:
         """Validate groups whose options were assigned since they were last looked at."""
@@ -248,6 +261,8 @@ class ResidualPolarTransport(SteppingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check = "_accelerator_graph_capture_health_check"  # its name since torch 2.10
+        getattr(self, check, self._cuda_graph_capture_health_check)()
         self._update()
         return loss
 

@@ -21,11 +21,12 @@ __all__ = [
     "adamw_keywords",
     "complete_group",
     "group_rule",
+    "validate_capturable",
     "validate_options",
 ]
 
 # AdamW's keywords that choose an implementation, not a rule.
-IMPLEMENTATION_KEYWORDS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")
+IMPLEMENTATION_KEYWORDS = ("foreach", "fused", "differentiable", "amsgrad")
 
 OPTIONS = tuple(preset_options("paper"))
 
@@ -48,11 +49,6 @@ def adamw_keywords(keywords: Mapping[str, Any]) -> None:
             raise ValueError("amsgrad=True: RPT has no running maximum; leave amsgrad out")
         if name == "differentiable":
             raise ValueError("differentiable=True: RPT's step is not differentiable; leave it out")
-        if name == "capturable":
-            raise ValueError(
-                "capturable=True: RPT decides on the host when to refresh its roots, which a CUDA "
-                "graph cannot record; leave it out and keep step() outside the graph"
-            )
         warnings.warn(
             f"{name}=True has no effect: RPT always updates parameters in batches", stacklevel=3
         )
@@ -141,6 +137,31 @@ def validate_options(options: Mapping[str, Any], where: str) -> None:
             raise type(error)(f"{where}: {error}") from error
 
 
+def validate_capturable(options: Mapping[str, Any], backend: RootBackend, where: str) -> None:
+    """Refuse what a step without host decisions cannot do.
+
+    Raises:
+        ValueError: naming the option and the remedy.
+    """
+    if not options["capturable"]:
+        return
+    if options["root_drift_threshold"] is not None:
+        raise ValueError(
+            f"{where}: capturable=True leaves no drift to be judged on the host; pass "
+            "root_drift_threshold=None (preset='paper' has a threshold), or leave capturable out"
+        )
+    if options["nonfinite"] == "raise":
+        raise ValueError(
+            f"{where}: capturable=True cannot raise for a value that only the device knows; pass "
+            'nonfinite="skip", which leaves the parameter alone and counts it in telemetry()'
+        )
+    if not backend.capturable:
+        raise ValueError(
+            f"{where}: capturable=True needs roots made of matrix products, and {options['roots']!r} "
+            'decomposes; pass roots="auto", "full", "blocked" or "none"'
+        )
+
+
 def group_rule(group: Mapping[str, Any]) -> Rule:
     """The numbers of a group as the update rule takes them."""
     beta1, beta2 = group["betas"]
@@ -159,4 +180,5 @@ def group_rule(group: Mapping[str, Any]) -> Rule:
         update_rms=group["update_rms"],
         transport=group["transport"],
         closure=group["closure"],
+        host_reads=not group["capturable"],
     )

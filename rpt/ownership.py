@@ -74,12 +74,12 @@ class StepSize(NamedTuple):
     """How an update reaches a weight: W <- decay · W - rate · u, then rounding to the weight's dtype.
 
     Attributes:
-        decay: 1 - lr·g·weight_decay.
+        decay: 1 - lr·g·weight_decay: one for all, or a list of 0-d tensors, one for each.
         rate: lr·g.
         rounding: of `rpt.rounding.ROUNDINGS`.
     """
 
-    decay: float | Tensor
+    decay: float | Tensor | list[Tensor]
     rate: float | Tensor
     rounding: str
 
@@ -235,15 +235,21 @@ def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size:
     wide = [parameters[i].to(updates[i].dtype) for i in low]
     if len(low) < len(parameters):
         same = [i for i in range(len(parameters)) if i not in set(low)]
-        _decay_and_add([parameters[i] for i in same], [updates[i] for i in same], decay, rate)
+        some = [decay[i] for i in same] if isinstance(decay, list) else decay
+        _decay_and_add([parameters[i] for i in same], [updates[i] for i in same], some, rate)
+    if isinstance(decay, list):
+        decay = [decay[i] for i in low]
     _decay_and_add(wide, [updates[i] for i in low], decay, rate)
     for i, value in zip(low, wide, strict=True):
         round_into(parameters[i], value, updates[i], size.rounding)
 
 
 def _decay_and_add(
-    parameters: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float
+    parameters: list[Tensor],
+    updates: list[Tensor],
+    decay: float | Tensor | list[Tensor],
+    rate: float,
 ) -> None:
-    if isinstance(decay, Tensor) or decay != 1.0:
+    if isinstance(decay, (Tensor, list)) or decay != 1.0:
         torch._foreach_mul_(parameters, decay)
     torch._foreach_add_(parameters, updates, alpha=-rate)

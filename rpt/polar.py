@@ -122,7 +122,13 @@ def polar_factor(matrix: Tensor, schedule: Schedule) -> Tensor:
     return x
 
 
-def polar_share(update: Tensor, weight: Tensor, schedule: Schedule, transport_eps: float) -> Tensor:
+def polar_share(
+    update: Tensor,
+    weight: Tensor,
+    schedule: Schedule,
+    transport_eps: float,
+    host_reads: bool = True,
+) -> Tensor:
     """Mix each update with its norm-matched polar factor and restore the update's own length.
 
     O <- O ‖u‖/‖O‖, B = (1-α) u + α O, u <- B ‖u‖/‖B‖: α decides how a step is spread over singular
@@ -133,6 +139,7 @@ def polar_share(update: Tensor, weight: Tensor, schedule: Schedule, transport_ep
         weight: α in [0, 1], (b,).
         schedule: of the polar factor.
         transport_eps: updates no longer than this are left alone.
+        host_reads: whether a value in the host's own memory may decide what is computed.
 
     Returns:
         (b, rows, cols). Rows with α = 0 come back unchanged, bit for bit.
@@ -144,7 +151,7 @@ def polar_share(update: Tensor, weight: Tensor, schedule: Schedule, transport_ep
     factor = polar_factor(update, schedule)
     share = weight * length * _reciprocal(_lengths(factor))
     # Reading the host's own memory costs nothing, and the weight is 1 until something is observed.
-    if weight.device.type == "cpu" and bool((weight == 1.0).all()):
+    if host_reads and weight.device.type == "cpu" and bool((weight == 1.0).all()):
         return factor.mul_(share)
     blend = factor.mul_(share).addcmul_(update, 1.0 - weight)
     restore = (length * _reciprocal(_lengths(blend))).masked_fill_(weight == 0, 1.0)

@@ -32,6 +32,7 @@ _PAPER: dict[str, Any] = {
     "nonfinite": "skip",
     "rounding": "nearest",
     "maximize": False,
+    "capturable": False,
 }
 
 _DROP_IN: dict[str, Any] = _PAPER | {

@@ -81,6 +81,7 @@ class StackRegistry:
                 polar_prior=group["polar_prior"],
                 shape=(key[3], key[4]) if is_matrix else None,
                 ordinals=ordinals[key],
+                capturable=group["capturable"],
             )
             for i, parameter in enumerate(parameters):
                 record = state[parameter]
@@ -106,10 +107,11 @@ def _stack_key(
     """What the members of one stack have in common."""
     shape, dtype = matrix_shape(parameter), compute_dtype(parameter)
     common = (index, dtype, parameter.device)
+    capturable = group["capturable"]
     if shape is None:
-        return (*common, vector_length_class(parameter.numel()))
+        return (*common, vector_length_class(parameter.numel()), capturable)
     drifts = group["root_drift_threshold"] is not None
     if not drifts:
         # The published rule keeps every matrix to itself: rounding then has no company either.
         shape = padded_shape(*shape, backend(group["roots"]), dtype)
-    return (*common, *shape, group["roots"], drifts)
+    return (*common, *shape, group["roots"], drifts, capturable)

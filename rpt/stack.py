@@ -81,6 +81,7 @@ class Stack:
             refreshes by age are spread by it, on every number of ranks alike.
         shape: (rows, cols) of the stack: its members' own, or a wide one that holds every member; None
             for the first member's own.
+        capturable: whether counters live on the device, as float64 tensors of the stack.
 
     Attributes:
         layout: (rows, cols) as its matrices lie in memory, wide or tall.
@@ -97,8 +98,13 @@ class Stack:
         polar_prior: float,
         ordinals: Sequence[int],
         shape: tuple[int, int] | None = None,
+        capturable: bool = False,
     ) -> None:
         self.parameters = list(parameters)
+        self.capturable = capturable
+        # Steps that this process has run, from the youngest member's on.
+        self.age: int | None = None
+        self._constants: dict[tuple[Any, ...], Tensor] = {}
         self.ordinals = list(ordinals)
         self.backend = backend
         self.dtype, self.device = dtype, device
@@ -139,6 +145,11 @@ class Stack:
             self.tensors |= {METRIC + key: value for key, value in metric.items()}
             self.tensors["root_condition"] = like.new_ones(batch)
             self.tensors["root_failures"] = like.new_zeros(batch, dtype=torch.int64)
+        if capturable:
+            self.tensors |= {
+                key: torch.zeros(batch, dtype=torch.float64, device=device)
+                for key in self._counters()
+            }
 
     @property
     def is_matrix(self) -> bool:
@@ -176,15 +187,26 @@ class Stack:
         """The tensor entries of a parameter's state."""
         return [key for key in self.tensors if key != MEASURED] + list(_MEASURED)
 
+    def constant(self, *values: float, dtype: torch.dtype) -> Tensor:
+        """Numbers on the device, copied there once: no later step waits for the copy."""
+        if (dtype, values) not in self._constants:
+            self._constants[dtype, values] = torch.tensor(values, dtype=dtype, device=self.device)
+        return self._constants[dtype, values]
+
     def host_state(self) -> dict[str, float]:
-        """What a parameter's state holds beside its views: counters and the gradient's unit."""
+        """What a parameter's state holds on the host beside its views."""
+        age = {"observation_age": 0} if self.is_matrix else {}
+        return age if self.capturable else self._counters() | age
+
+    def _counters(self) -> dict[str, float]:
+        """Counters and the gradient's unit, as they begin."""
         counters: dict[str, float] = {"step": 0, "observations": 0, "skipped": 0}
         # 0 until the first non-zero gradient. float32 then works in units of a power of two near its
         # largest entry, float64 in ones.
         counters["unit"] = 0.0
         # The largest gradient entry in the covariance's memory, and what it was at the last refresh.
         counters["peak"] = 0.0
-        roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0, "observation_age": 0}
+        roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0}
         # The step before which the metric's statistics began: 0, or where it started anew.
         roots["metric_start"] = 0
         return counters | (roots if self.is_matrix else {})
@@ -214,16 +236,26 @@ class Stack:
             record[key] = view
         self.tensors[MEASURED][index, HELD] = self.view("frame", index).any()
         for key, start in self.host_state().items():
-            record.setdefault(key, start)
+            value = record.setdefault(key, start)
+            if isinstance(value, Tensor):  # from a capturable optimizer's checkpoint
+                record[key] = type(start)(value.item())
+        # Read once, when the stack is built.
+        step = int(record["step"])
+        self.age = step if self.age is None else min(self.age, step)
 
     def gradients(
-        self, members: Sequence[int], gradients: Sequence[Tensor], divisors: Sequence[float]
+        self,
+        members: Sequence[int],
+        gradients: Sequence[Tensor],
+        divisors: Sequence[float] | Tensor,
     ) -> Tensor:
         """Stack gradients, each divided by its divisor, as (k, rows·cols) in the working dtype."""
         shape = (len(members), self.rows * self.cols)
         if not self.ragged:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
-            if self.device.type == "cpu" and all(g.dtype == self.dtype for g in gradients):
+            if isinstance(divisors, Tensor):
+                pass
+            elif self.device.type == "cpu" and all(g.dtype == self.dtype for g in gradients):
                 # One pass over memory for both. A device prefers few launches.
                 for i, row, gradient, scale in zip(members, out, gradients, divisors, strict=True):
                     torch.div(gradient, scale, out=self.unpack(row, i))
@@ -236,6 +268,8 @@ class Stack:
             out = torch.zeros(shape, dtype=self.dtype, device=self.device)
         places = self._places_in(out, members)
         torch._foreach_copy_(places, list(gradients))
+        if isinstance(divisors, Tensor):
+            return out.div_(divisors.to(self.dtype)[:, None])
         scales = set(divisors)
         if scales == {1.0}:
             return out
@@ -260,7 +294,10 @@ class Stack:
         """Working tensors of some members: the stack itself for all, gathered copies otherwise."""
         if len(members) == len(self.parameters):
             return self.tensors, None
-        index = torch.tensor(members, device=self.device)
+        if self.capturable:
+            index = self.constant(*members, dtype=torch.int64)
+        else:
+            index = torch.tensor(members, device=self.device)
         return {key: value[index] for key, value in self.tensors.items()}, index
 
     def write_back(self, working: dict[str, Tensor], index: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from .capturable import update_on_device
 from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
 from .manifold import manifold_of, step_on_manifold
 from .observing import ObservingOptimizer
@@ -65,6 +66,9 @@ class SteppingOptimizer(ObservingOptimizer):
         except RuntimeError as error:
             ownership.refuse(error)
             raise
+        if self.param_groups[0]["capturable"]:
+            update_on_device(self, live, self._stage.commit())
+            return
         agreed = ownership.agree(live, self._stage.commit())
         self._stage.last_counts = agreed.observed.counts
         live, peaks = self._finite(agreed.live, agreed.peaks)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["ParameterTelemetry", "Telemetry", "gather_telemetry"]
 
 
+_COUNTERS = ("step", "last_root_step", "root_refreshes", "observations", "skipped")
+
+
 @dataclass(frozen=True)
 class ParameterTelemetry:
     """One parameter after its last step; all plain numbers.
@@ -122,22 +125,24 @@ def _entries(optimizer: ResidualPolarTransport) -> Iterator[ParameterTelemetry]:
             record = optimizer.state.get(parameter)
             if not record:
                 continue
-            age = record.get("step", 0) - record.get("last_root_step", 0)
+            # On the device where the optimizer is capturable.
+            counts = {key: int(_number(record, key, 0)) for key in _COUNTERS}
+            age = counts["step"] - counts["last_root_step"]
             yield ParameterTelemetry(
                 name=optimizer.parameter_name(g, i),
-                step=record.get("step", 0),
+                step=counts["step"],
                 residual_entropy_rank=_number(record, "residual_entropy_rank", 1.0),
                 polar_weight=_number(record, "polar_weight", 0.0),
                 frame_coherence=_number(record, "frame_coherence", 1.0),
                 frame_confidence=_number(record, "frame_confidence", 1.0),
                 axial_closure=_number(record, "axial_closure", 0.0),
                 gradient_alignment=_number(record, "gradient_alignment", 0.0),
-                root_age=age if record.get("last_root_step") else 0,
-                root_refreshes=record.get("root_refreshes", 0),
+                root_age=age if counts["last_root_step"] else 0,
+                root_refreshes=counts["root_refreshes"],
                 root_condition=_number(record, "root_condition", 1.0),
                 root_failures=int(_number(record, "root_failures", 0.0)),
-                observations=record.get("observations", 0),
-                skipped=record.get("skipped", 0),
+                observations=counts["observations"],
+                skipped=counts["skipped"],
                 state_bytes=_bytes(record),
             )
 

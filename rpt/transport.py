@@ -94,10 +94,10 @@ def live_frame(request: Tensor, stored: Tensor, held: Tensor, transport_eps: flo
     return Frame(length, inverse, coherence, confidence, compared, live)
 
 
-def store_frame(stored: Tensor, request: Tensor, frame: Frame) -> None:
+def store_frame(stored: Tensor, request: Tensor, frame: Frame, host_reads: bool = True) -> None:
     """h₋ <- P/‖P‖ in place; the stored frame stays where the request vanished."""
     # Reading the host's own memory costs nothing, and a copy of the large tensor is saved.
-    if stored.device.type == "cpu" and bool(frame.live.all()):
+    if host_reads and stored.device.type == "cpu" and bool(frame.live.all()):
         torch.mul(request, frame.inverse, out=stored)
     else:
         stored.mul_(~frame.live).addcmul_(request, frame.inverse)
@@ -189,7 +189,9 @@ def carry(
     return Carried(momentum, update, closing)
 
 
-def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def certificate(
+    update: Tensor, gradient: Tensor, host_reads: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0; 0 if only rounding is left.
 
     Inner products run in float64 on the gradient divided by its largest entry, so that neither its
@@ -201,7 +203,7 @@ def certificate(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tenso
     """
     length = norm(update)
     lengths = length * norm(gradient)
-    if update.dtype == torch.float32 and update.device.type == "cpu":
+    if host_reads and update.dtype == torch.float32 and update.device.type == "cpu":
         # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
         # Lengths too small for a product in float32 give a cosine too small to pass.
         alignment = dot(update, gradient) / lengths.clamp_min(1e-30)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,11 +48,16 @@ class Rule:
     update_rms: float | None
     transport: bool
     closure: bool
+    # Whether a value may be read on the host where its memory is the host's anyway.
+    host_reads: bool = True
 
 
 @dataclass
 class Members:
-    """Host-side facts about the stack's members that take part in this step.
+    """Facts about the stack's members that take part in this step.
+
+    Lists of numbers where the host decides; (k,) float64 tensors of the same meaning, and `chosen`,
+    where it must not.
 
     Attributes:
         steps: t of each, this step included.
@@ -63,16 +68,18 @@ class Members:
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
         outgrown: whether its gradients have become much larger than those its roots were made of.
         shaped: whether any of them may have a polar weight above zero.
+        chosen: indices whose roots are to be made anew, int64; None: `due_by_age` says which.
     """
 
-    steps: list[int]
-    metric_steps: list[int]
-    root_ages: list[int | None]
-    units: list[float]
-    positions: list[int]
-    outgrown: list[bool]
+    steps: list[int] | Tensor
+    metric_steps: list[int] | Tensor
+    units: list[float] | Tensor
     shaped: bool
+    root_ages: list[int | None] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    outgrown: list[bool] = field(default_factory=list)
     shapes: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 @dataclass
@@ -136,12 +143,17 @@ def take_step(
             backend.accumulate(metric, matrices, rule.beta2)
         else:
             backend.accumulate(metric, matrices, rule.beta2, members.shapes)  # type: ignore[call-arg]
-        due = due_by_age(members, rule)
-        if rule.root_drift_threshold is not None and not all(due):
-            drift = yield backend.drift(metric, shape, correction2)
-            due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
-        refreshed = [i for i, is_due in enumerate(due) if is_due]
-        failed = _refresh(state, metric, shape, backend, refreshed, correction2, members, rule)
+        index = members.chosen
+        if index is None:
+            due = due_by_age(members, rule)
+            if rule.root_drift_threshold is not None and not all(due):
+                drift = yield backend.drift(metric, shape, correction2)
+                due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
+            refreshed = [i for i, is_due in enumerate(due) if is_due]
+            if 0 < len(refreshed) < len(due):
+                index = torch.tensor(refreshed, device=gradient.device)
+        if refreshed or index is not None:
+            failed = _refresh(state, metric, shape, backend, index, correction2, members, rule)
         request = backend.apply(metric, matrices)
         request = (request.mT if tall else request).reshape(gradient.shape)
 
@@ -158,7 +170,7 @@ def take_step(
         transport=rule.transport,
         closure=rule.closure,
     )
-    store_frame(stored, request, frame)
+    store_frame(stored, request, frame, rule.host_reads)
     update = carried.update
     if backend is not None and members.shaped:
         update = polar_share(
@@ -166,8 +178,9 @@ def take_step(
             state["polar_weight"],
             rule.polar_schedule,
             rule.transport_eps,
+            rule.host_reads,
         ).reshape(gradient.shape)
-    update, length, alignment = certificate(update, gradient)
+    update, length, alignment = certificate(update, gradient, rule.host_reads)
     closing = (carried.closing * frame.inverse).abs_()
     held = state[MEASURED][:, HELD:].logical_or(frame.live).to(alignment)
     measured = (frame.confidence, frame.coherence, closing, alignment, held)
@@ -207,19 +220,24 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
     drowns the momentum for hundreds of steps. Small matrices, which share a padded stack, go in company:
     one call for several costs little more than for one, so that one due takes along those due soon.
     """
+    assert isinstance(members.steps, list)
     due, soon = [], []
     for step, age, position, outgrown in zip(
         members.steps, members.root_ages, members.positions, members.outgrown, strict=True
     ):
         limit = rule.max_root_staleness
         if rule.root_drift_threshold is None:
-            # Multiples of the golden ratio are spread evenly in [0, 1).
-            spread = 0.5 + 0.5 * (position * 0.6180339887498949 % 1.0)
-            limit = 0 if outgrown else max(1, int(min(limit, step / 3) * spread))
+            limit = 0 if outgrown else max(1, int(min(limit, step / 3) * spread(position)))
         due.append(age is None or age >= limit)
         soon.append(age is None or age >= _SOON * limit)
     together = members.shapes is not None and rule.root_drift_threshold is None and any(due)
     return soon if together else due
+
+
+def spread(position: int) -> float:
+    """From half to one: the share of the longest age that the roots of matrix `position` may reach."""
+    # Multiples of the golden ratio are spread evenly in [0, 1).
+    return 0.5 + 0.5 * (position * 0.6180339887498949 % 1.0)
 
 
 def vector_request(
@@ -258,28 +276,25 @@ def _refresh(
     metric: dict[str, Tensor],
     shape: tuple[int, int],
     backend: RootBackend,
-    due: list[int],
+    index: Tensor | None,
     correction: Tensor,
     members: Members,
     rule: Rule,
-) -> Tensor | None:
-    """Recompute the roots that are due; which of them failed, in the order of `due`."""
-    if not due:
-        return None
+) -> Tensor:
+    """Recompute the roots of the rows `index`, or of all; which of them failed, in that order."""
     absolute = _absolute(rule.eps, members.units, correction).square_()
-    if len(due) == len(correction):
-        damping = Damping(rule.matrix_ridge, absolute, members.shapes)
+    products = not rule.host_reads
+    if index is None:
+        damping = Damping(rule.matrix_ridge, absolute, members.shapes, products)
         refresh = backend.refresh(metric, shape, correction, damping)
         condition, failures = state["root_condition"], state["root_failures"]
         condition.copy_(torch.where(refresh.failed, condition, refresh.condition))
         failures += refresh.failed
         return refresh.failed
-    index = torch.tensor(due, device=correction.device)
     part = {key: value[index] for key, value in metric.items()}
     shapes = None if members.shapes is None else members.shapes[index]
-    refresh = backend.refresh(
-        part, shape, correction[index], Damping(rule.matrix_ridge, absolute[index], shapes)
-    )
+    damping = Damping(rule.matrix_ridge, absolute[index], shapes, products)
+    refresh = backend.refresh(part, shape, correction[index], damping)
     for key, value in part.items():
         metric[key][index] = value
     old = state["root_condition"][index]
@@ -288,16 +303,20 @@ def _refresh(
     return refresh.failed
 
 
-def _absolute(eps: float, units: list[float], like: Tensor) -> Tensor:
+def _absolute(eps: float, units: list[float] | Tensor, like: Tensor) -> Tensor:
     """ε in the units that gradients were divided by; its square must stay in float32's range."""
+    if isinstance(units, Tensor):
+        return (eps / torch.where(units > 0, units, 1.0)).clamp_max(1e15).to(like.dtype)
     values = [min(eps / (unit or 1.0), 1e15) for unit in units]
     if len(set(values)) == 1:
         return like.new_full((len(values),), values[0])
     return torch.tensor(values, dtype=like.dtype, device=like.device)
 
 
-def _correction(beta: float, steps: list[int], like: Tensor) -> Tensor:
+def _correction(beta: float, steps: list[int] | Tensor, like: Tensor) -> Tensor:
     """1 - β^t, (k,): a fill where all steps agree, so that no host memory is copied."""
+    if isinstance(steps, Tensor):
+        return (1.0 - torch.pow(beta, steps)).to(like.dtype)
     if len(set(steps)) == 1:
         return like.new_full((len(steps),), 1.0 - beta ** steps[0])
     return torch.tensor([1.0 - beta**t for t in steps], dtype=like.dtype, device=like.device)

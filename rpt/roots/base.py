@@ -21,11 +21,13 @@ class Damping(NamedTuple):
         absolute: absolute floor in the units of the covariance (ε²), (b,).
         shapes: true (rows, cols) of matrices padded with zeros to the stack's shape, (b, 2); None for
             no padding. Only backends whose `pads` says so ever see it.
+        products: whether only matrix products may be used: decompositions wait for the host.
     """
 
     ridge: float
     absolute: Tensor
     shapes: Tensor | None = None
+    products: bool = False
 
 
 class Refresh(NamedTuple):
@@ -55,6 +57,9 @@ class RootBackend(ABC):
     # Whether `accumulate` and `apply` take a gradient of any strides. Where not, a matrix that is kept
     # tall is copied before they see it, so that `view` works on it as on any fresh tensor.
     any_strides = False
+    # Whether `refresh` follows `Damping.products`, and nothing here ever reads a value on the host: what
+    # `capturable=True` needs.
+    capturable = False
 
     @abstractmethod
     def create(

@@ -32,6 +32,7 @@ class KroneckerRoots(RootBackend):
     """A metric made of two sides; subclasses say which kind of side a length gets."""
 
     any_strides = True
+    capturable = True
 
     def side(self, size: int, other: int) -> Side:
         """The representation of a side of `size` entries facing one of `other`."""
@@ -147,6 +148,9 @@ class LowRankRoots(KroneckerRoots):
     Attributes:
         rank: number of eigenpairs; a side no longer than this is represented exactly.
     """
+
+    # Its Nyström step is a decomposition.
+    capturable = False
 
     rank: int = 32
 

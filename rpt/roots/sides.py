@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .base import Damping, Refresh, State
 from .decompose import eigenvalue_floor, inverse_root
+from .newton import newton_inverse_root
 from .packed import pack, packed_length, relative_change_packed, unpack
 
 __all__ = ["BlockSide", "DiagonalSide", "ScalarSide", "Side", "relative_change"]
@@ -148,7 +149,8 @@ class BlockSide:
             batch, count, rows, _ = root.shape
             packed = state[name + suffix] / correction.view(-1, 1, 1)
             factor = unpack(packed.flatten(0, 1), rows)
-            result = inverse_root(
+            solve = newton_inverse_root if damping.products else inverse_root
+            result = solve(
                 factor,
                 ridge=damping.ridge,
                 absolute=damping.absolute.repeat_interleave(count),

@@ -1,0 +1,291 @@
+"""`capturable=True`: no host reads, replayable, and otherwise the optimizer that it is without."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rpt import ResidualPolarTransport
+from rpt.capturable import YOUNG, device_divisor, device_unit, due_rows
+from rpt.update import divisor, next_unit
+
+sys.path.insert(0, str(Path(__file__).parent))
+from graph_replay import NoHostReads, Recording
+
+SHAPES = ((96, 80), (96, 80), (80, 96), (12, 5), (7, 3, 3, 3), (40,), (5,), ())
+
+
+def model(dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(s, device=device).to(dtype)) for s in SHAPES]
+
+
+def gradients(step, parameters):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator).to(p) + 0.3 * p.detach() for p in parameters]
+
+
+def feed(parameters, grads):
+    for p, g in zip(parameters, grads, strict=True):
+        if p.grad is None:
+            p.grad = g.clone()
+        else:
+            p.grad.copy_(g)
+
+
+def contents(optimizer, parameters):
+    """Everything that the next step depends on."""
+    found = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        record = optimizer.state[p]
+        found += [v.clone() for _, v in sorted(record.items()) if isinstance(v, torch.Tensor)]
+    return [*found, *(torch.as_tensor(g["gain"]).clone() for g in optimizer.param_groups)]
+
+
+def build(parameters, **options):
+    options = {"lr": 1e-2, "weight_decay": 0.1, "capturable": True} | options
+    return ResidualPolarTransport(parameters, **options)
+
+
+OPTIONS = [
+    {},
+    {"gain_rate": 0.1, "polar_prior": 0.6},
+    {"roots": "blocked(block_size=32)", "eps": 1e-8, "maximize": True},
+    {"roots": "none", "update_rms": None},
+    {"roots": "full", "transport": False, "closure": False, "polar_steps": 5},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_no_step_reads_on_the_host(options, dtype):
+    parameters = model(dtype)
+    optimizer = build(parameters, **options)
+    for step in range(YOUNG + 3):
+        feed(parameters, gradients(step, parameters))
+        if step == 0:
+            optimizer.step()  # makes stacks and constants
+        else:
+            with NoHostReads():
+                optimizer.step()
+    assert all(p.isfinite().all() for p in parameters)
+
+
+def test_the_guard_itself_notices_host_reads():
+    parameters = model()
+    optimizer = build(parameters, capturable=False)
+    feed(parameters, gradients(0, parameters))
+    with pytest.raises((AssertionError, RuntimeError), match="waits"), NoHostReads():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_replaying_a_recorded_step_is_stepping(options, dtype):
+    """With a NaN, a spike, a zero gradient and a changing rate among the replays."""
+    twins = []
+    for recorded in (False, True):
+        parameters = model(dtype)
+        rate = torch.tensor(1e-2)
+        optimizer = build(parameters, lr=rate, rounding="stochastic", **options)
+        recording = Recording()
+        for step in range(YOUNG + 30):
+            grads = gradients(step, parameters)
+            if step == YOUNG + 5:
+                grads[0][0, 0], grads[5][1] = math.nan, math.inf
+            if step == YOUNG + 9:
+                grads[1] *= 1e6
+            if step == YOUNG + 12:
+                grads[3].zero_()
+            rate.fill_(1e-2 / (1 + step))
+            feed(parameters, grads)
+            if not recorded or step <= YOUNG:
+                optimizer.step()
+            elif step == YOUNG + 1:
+                with recording:
+                    optimizer.step()
+            else:
+                recording.replay()
+        twins.append((optimizer, parameters))
+    for one, other in zip(*(contents(*twin) for twin in twins), strict=True):
+        assert torch.equal(one, other)
+    optimizer, parameters = twins[1]
+    skipped = [int(optimizer.state[p]["skipped"]) for p in parameters]
+    assert skipped == [1, 0, 0, 0, 0, 1, 0, 0]
+    steps = [int(optimizer.state[p]["step"]) for p in parameters]
+    assert steps == [YOUNG + 30 - s for s in skipped]
+    # Replays reach every matrix's roots, in turn.
+    ages = [e["root_age"] for e in optimizer.telemetry()["parameters"].values()]
+    assert max(ages) < 10
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_gradient_changes_nothing_but_its_count(value):
+    parameters = model()
+    optimizer = build(parameters)
+    for step in range(4):
+        feed(parameters, gradients(step, parameters))
+        optimizer.step()
+    before = copy.deepcopy([dict(optimizer.state[p]) for p in parameters])
+    weights = [p.detach().clone() for p in parameters]
+    feed(parameters, gradients(9, parameters))
+    for k in (0, 3, 5):
+        parameters[k].grad.view(-1)[0] = value
+    optimizer.set_residual_entropy_rank(0.2, parameters[:5])
+    optimizer.step()
+    for k, p in enumerate(parameters):
+        assert torch.equal(p, weights[k]) == (k in (0, 3, 5))
+        for key, old in before[k].items():
+            if k in (0, 3, 5) and key != "skipped":
+                assert torch.equal(
+                    torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(old)
+                ), key
+        assert int(optimizer.state[p]["skipped"]) == (k in (0, 3, 5))
+    observed = [int(optimizer.state[p]["observations"]) for p in parameters[:5]]
+    assert observed == [0, 1, 1, 0, 1]
+
+
+def test_it_is_the_same_rule():
+    """Young, and with roots from the same floors, the two agree; a vector always does."""
+    results = []
+    for capturable in (False, True):
+        parameters = model(torch.float64)
+        optimizer = build(
+            parameters, capturable=capturable, roots="none", max_root_staleness=1, eps=1e-12
+        )
+        for step in range(25):
+            feed(parameters, gradients(step, parameters))
+            optimizer.step()
+        results.append(parameters)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_it_trains_as_well():
+    torch.manual_seed(1)
+    x = torch.randn(128, 20)
+    y = torch.sin(x @ torch.randn(20, 4))
+    losses = []
+    for capturable in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(20, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 4)
+        )
+        optimizer = ResidualPolarTransport(net.parameters(), 3e-3, capturable=capturable)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 120)
+        for _ in range(120):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        losses.append(loss.item())
+    assert losses[1] < 1.5 * losses[0] + 1e-4
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_checkpoints_go_both_ways(first, second):
+    parameters = model()
+    optimizer = build(parameters, capturable=first)
+    for step in range(YOUNG + 3):
+        feed(parameters, gradients(step, parameters))
+        optimizer.step()
+    other = copy.deepcopy(parameters)
+    resumed = build(other, capturable=second)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["capturable"] = second
+    resumed.load_state_dict(state)
+    for step in range(YOUNG + 3, YOUNG + 6):
+        for owner, mine in ((optimizer, parameters), (resumed, other)):
+            feed(mine, gradients(step, mine))
+            owner.step()
+    for one, two in zip(parameters, other, strict=True):
+        if first == second:
+            assert torch.equal(one, two)
+        assert int(resumed.state[two]["step"]) == YOUNG + 6
+        assert isinstance(resumed.state[two]["step"], torch.Tensor) == second
+    assert resumed.telemetry()["total"]["root_refreshes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"preset": "paper"}, "root_drift_threshold=None"),
+        ({"nonfinite": "raise"}, 'nonfinite="skip"'),
+        ({"roots": "low_rank"}, 'roots="auto"'),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        build(model(), **options)
+
+
+def test_all_groups_must_agree():
+    one, two = model()[:2]
+    with pytest.raises(ValueError, match="use two optimizers"):
+        ResidualPolarTransport([{"params": [one], "capturable": True}, {"params": [two]}])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 2.0**-126, 0.5, 1.0, 2.0**90]),
+            st.one_of(st.just(0.0), st.floats(1e-38, 1e38)),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_units_are_those_of_the_host(pairs):
+    units, peaks = (torch.tensor(x, dtype=torch.float64) for x in zip(*pairs, strict=True))
+    found = device_unit(units, peaks)
+    assert found.tolist() == [next_unit(u, p) for u, p in pairs]
+    assert device_divisor(found, peaks).tolist() == [
+        divisor(u, p) for u, p in zip(found.tolist(), peaks.tolist(), strict=True)
+    ]
+
+
+def test_due_rows_takes_missing_outgrown_and_overdue_roots_first():
+    step, longest = torch.full((5,), 90.0), torch.tensor([50.0, 25.0, 50.0, 25.0, 50.0])
+    last = torch.tensor([60.0, 60.0, 0.0, 85.0, 88.0])
+    outgrown = torch.tensor([False, False, False, False, True])
+    assert set(due_rows(step, last, longest, outgrown, 2).tolist()) == {2, 4}
+    assert set(due_rows(step, last, longest, outgrown, 3).tolist()) == {1, 2, 4}
+    young = due_rows(torch.full((5,), 9.0), last.new_full((5,), 8.0), longest, outgrown, 1)
+    assert young.tolist() == [4]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cuda_graph_replays_it():
+    twins = []
+    for recorded in (False, True):
+        parameters = model(device="cuda")
+        optimizer = build(parameters, lr=torch.tensor(1e-2, device="cuda"))
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        for step in range(YOUNG + 30):
+            feed(parameters, gradients(step, parameters))
+            if not recorded:
+                optimizer.step()
+            elif step <= YOUNG:
+                with torch.cuda.stream(side):
+                    optimizer.step()
+                torch.cuda.current_stream().wait_stream(side)
+            else:
+                if step == YOUNG + 1:
+                    with torch.cuda.graph(graph):
+                        optimizer.step()
+                graph.replay()
+        twins.append(parameters)
+    for one, other in zip(*twins, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
