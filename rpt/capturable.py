@@ -195,7 +195,7 @@ def _members(item: StackWork) -> Members:
         outgrown = (seen > 0) & (state["peak"] > OUTGROWN * seen)
         count = len(shares)
         if _recording() or (stack.age or 0) >= YOUNG:
-            count = math.ceil(count / (_ROUND * rule.max_root_staleness))
+            count = math.ceil(count / max(1.0, _ROUND * rule.max_root_staleness))
         chosen = due_rows(state["step"], state["last_root_step"], longest, outgrown, count)
     shapes = stack.shapes
     if shapes is not None and item.index is not None:

@@ -540,7 +540,7 @@ def test_case_13_one_cycle_moves_beta1_and_it_is_used():
         ("capturable", False, "honoured"),
         ("differentiable", False, "honoured"),
         ("amsgrad", True, "refused"),
-        ("capturable", True, "refused"),
+        ("capturable", True, "honoured"),
         ("differentiable", True, "refused"),
         ("momentum", 0.9, "refused"),
     ],

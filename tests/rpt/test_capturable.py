@@ -200,7 +200,7 @@ def test_checkpoints_go_both_ways(first, second):
         optimizer.step()
     other = copy.deepcopy(parameters)
     resumed = build(other, capturable=second)
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
     for group in state["param_groups"]:
         group["capturable"] = second
     resumed.load_state_dict(state)

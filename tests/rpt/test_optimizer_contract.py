@@ -194,12 +194,6 @@ def test_complex_parameters_are_refused_before_any_change(build):
     same(frozen(optimizer), before)
 
 
-@our_optimizers
-def test_capturable_is_refused_for_now(build):
-    with pytest.raises(ValueError, match="capturable=True"):
-        build(parameters((2, 2)), capturable=True)
-
-
 # -- descent ---------------------------------------------------------------------------------------
 
 
