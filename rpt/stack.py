@@ -195,7 +195,7 @@ class Stack:
 
     def host_state(self) -> dict[str, float]:
         """What a parameter's state holds on the host beside its views."""
-        age = {"observation_age": 0} if self.is_matrix else {}
+        age: dict[str, float] = {"observation_age": 0} if self.is_matrix else {}
         return age if self.capturable else self._counters() | age
 
     def _counters(self) -> dict[str, float]:
