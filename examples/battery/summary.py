@@ -43,8 +43,9 @@ def _standing(results: Results, suite: Suite) -> str:
         return ""
     table = np.array([results.finals(t, CORE) for t in tasks])
     columns = [mean_ranks(table)]
-    for measure in (results.at_equal_time, results.best):
-        columns.append(mean_ranks(np.array([[measure(t, n) for n in CORE] for t in tasks])))
+    timed = np.array([[results.at_equal_time(t, n) for n in CORE] for t in tasks])
+    columns.append(mean_ranks(timed[~np.isnan(timed).any(1)]))
+    columns.append(mean_ranks(np.array([[results.best(t, n) for n in CORE] for t in tasks])))
     rows = []
     for k, name in enumerate(CORE):
         cells = [f"{column[k]:.2f}" for column in columns]
@@ -59,7 +60,7 @@ def _standing(results: Results, suite: Suite) -> str:
         ]
         rows.append((name, *cells, wins, ratio, f"{np.exp(np.mean(np.log(share))):.2f}"))
     return f"## Tuned, {len(tasks)} tasks\n\n" + markdown(
-        ("", "mean rank, equal steps", "AdamW's time", "lowest loss", "best on",
+        ("", "mean rank, equal steps", "equal time", "lowest loss", "best on",
          "loss / AdamW's (95 %)", "CPU time a run / AdamW's"),
         rows,
     )  # fmt: skip
