@@ -133,7 +133,8 @@ def _attempt(config: Config) -> dict[str, Any]:
         return {
             "key": config.key, "task": config.task, "optimizer": config.optimizer,
             "rate": config.rate, "seed": config.seed, "share": config.share,
-            "final": math.inf, "best": math.inf, "diverged": True, "parameters": 0, "curves": {}, "error": traceback.format_exc(limit=3),
+            "final": math.inf, "best": math.inf, "diverged": True, "parameters": 0, "curves": {},
+            "error": traceback.format_exc(limit=3),
         }  # fmt: skip
 
 
