@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .peers import PEERS
 from .store import Config, Store
-from .suites import ABLATIONS, TUNING_SEED, Suite, tuned_rate, tuning_rates
+from .suites import ABLATIONS, TUNING_SEED, Suite, time_share, tuned_rate, tuning_rates
 
 __all__ = ["Results", "bootstrap", "mean_ranks", "profile"]
 
@@ -55,6 +55,7 @@ class Results:
             r
             for r in self._records.get((task, optimizer), [])
             if rate is not None and math.isclose(r["rate"], rate) and r["seed"] in wanted
+            if r.get("share", 1.0) == 1.0
         ]
         return sorted(found, key=lambda r: r["seed"])
 
@@ -78,14 +79,17 @@ class Results:
         """Mean of each run's lowest held-out loss."""
         return _mean([r["best"] for r in self.runs(task, optimizer)])
 
-    def at_equal_time(self, task: str, optimizer: str, yardstick: str = "adamw") -> float:
-        """Mean held-out loss when the yardstick's whole run was over, in CPU seconds."""
-        budgets = {r["seed"]: _last(r, "cpu") for r in self.runs(task, yardstick)}
-        found = []
-        for run in self.runs(task, optimizer):
-            if run["seed"] in budgets and run["curves"]:
-                found.append(_loss_at(run, budgets[run["seed"]]))
-        return _mean(found)
+    def at_equal_time(self, task: str, optimizer: str) -> float:
+        """Mean final loss of runs as long as AdamW's in CPU seconds, the schedule fitted to them.
+
+        The full runs' where the optimizer is no slower; NaN before the shortened runs were made.
+        """
+        share = time_share(self.store, task, optimizer, self.suite)
+        if share == 1.0:
+            return self.final(task, optimizer)
+        rate = self.rate(task, optimizer) or 0.0
+        configs = (Config(task, optimizer, rate, seed, share) for seed in self.suite.seeds)
+        return _mean([r["final"] for c in configs if (r := self.store.get(c)) is not None])
 
     def to_target(self, task: str, optimizer: str, yardstick: str = "adamw") -> tuple[float, float]:
         """Shares of the yardstick's steps and CPU seconds until its final loss, mean over seeds.
@@ -186,11 +190,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _last(record: Record, name: str) -> float:
     return record["curves"][name][-1] if record["curves"] else math.nan
-
-
-def _loss_at(record: Record, seconds: float) -> float:
-    """Held-out loss after so many CPU seconds, between measurements by interpolation."""
-    curves = record["curves"]
-    if seconds >= curves["cpu"][-1]:
-        return record["final"]
-    return float(np.interp(seconds, curves["cpu"], curves["loss"]))

@@ -59,14 +59,15 @@ def _about(store: Store) -> str:
         "when the machine is shared. Every optimizer gets the same initialisation, batches, warm-up, "
         "schedule, clipping and budget, a grid of rates of the same size around its documented "
         "default, and one more beyond an end that won; rates are chosen on one seed and reported on "
-        "others. Held-out loss, lower is "
-        "better.</p>"
+        "others. Equal time: runs of as many steps as fit into AdamW's seconds, the schedule fitted to "
+        "them. Held-out loss, lower is better.</p>"
     )
 
 
 def _core(results: Results, tasks: list[str], out: Path) -> list[str]:
     table = np.array([results.finals(t, CORE) for t in tasks])
     timed = np.array([[results.at_equal_time(t, n) for n in CORE] for t in tasks])
+    timed = timed[~np.isnan(timed).any(1)]
     best = np.array([[results.best(t, n) for n in CORE] for t in tasks])
     ranks = [mean_ranks(x) for x in (table, timed, best)]
     rows = [
@@ -76,7 +77,7 @@ def _core(results: Results, tasks: list[str], out: Path) -> list[str]:
     parts = [
         f"<h2>Tuned, {len(tasks)} tasks</h2>",
         _table(
-            ("", "mean rank, equal steps", "AdamW's time", "lowest loss on the way",
+            ("", "mean rank, equal steps", "equal time", "lowest loss on the way",
              "loss / AdamW's, geometric mean", "95 % interval"),
             rows,
         ),
@@ -99,7 +100,7 @@ def _core(results: Results, tasks: list[str], out: Path) -> list[str]:
     ]  # fmt: skip
     pictures = {
         "ratios": plots.ratios(results, tasks, CORE[1:]),
-        "profile": plots.profiles(table, timed, CORE),
+        "profile": plots.profiles(table, timed if len(timed) else table, CORE),
         "curves_steps": plots.curves(results, tasks, CORE, "step"),
         "curves_seconds": plots.curves(results, tasks, CORE, "cpu"),
         "sensitivity": plots.sensitivity(results, tasks, CORE),

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def train(config: Config, steps: int | None = None) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     task, peer = TASKS[config.task], PEERS[config.optimizer]
+    if config.share != 1.0:
+        task = replace(task, steps=max(1, round(task.steps * config.share)))
     problem = task.build(config.seed)
     model = problem.model
     bundle = peer.make(model, config.rate, task.weight_decay)
@@ -106,6 +109,7 @@ def _record(
         "optimizer": config.optimizer,
         "rate": config.rate,
         "seed": config.seed,
+        "share": config.share,
         "final": final,
         "best": min(finite, default=math.inf),
         "diverged": not healthy or not final <= losses[0],
@@ -128,8 +132,9 @@ def _attempt(config: Config) -> dict[str, Any]:
         # A peer that fails on a task is a result too; it must not end the battery.
         return {
             "key": config.key, "task": config.task, "optimizer": config.optimizer,
-            "rate": config.rate, "seed": config.seed, "final": math.inf, "best": math.inf,
-            "diverged": True, "parameters": 0, "curves": {}, "error": traceback.format_exc(limit=3),
+            "rate": config.rate, "seed": config.seed, "share": config.share,
+            "final": math.inf, "best": math.inf, "diverged": True, "parameters": 0, "curves": {},
+            "error": traceback.format_exc(limit=3),
         }  # fmt: skip
 
 

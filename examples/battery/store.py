@@ -16,12 +16,18 @@ __all__ = ["Config", "Store"]
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """One run.
+
+    Attributes:
+        task, optimizer, rate, seed: what is trained, and how.
+        share: of the task's steps, with the schedule shortened to them.
+    """
 
     task: str
     optimizer: str
     rate: float
     seed: int
+    share: float = 1.0
 
     @property
     def version(self) -> str:
@@ -30,7 +36,8 @@ class Config:
 
     @property
     def key(self) -> str:
-        return f"{self.task}|{self.optimizer}|{self.rate:g}|{self.seed}|{self.version}"
+        key = f"{self.task}|{self.optimizer}|{self.rate:g}|{self.seed}|{self.version}"
+        return key if self.share == 1.0 else f"{key}|{self.share:g}"
 
 
 class Store:
@@ -63,6 +70,7 @@ class Store:
         """Records whose code is today's."""
         for record in self._records.values():
             if record["task"] in TASKS and record["optimizer"] in PEERS:
-                config = Config(record["task"], record["optimizer"], record["rate"], record["seed"])
+                names = ("task", "optimizer", "rate", "seed")
+                config = Config(*(record[n] for n in names), record.get("share", 1.0))
                 if config.key == record["key"]:
                     yield record

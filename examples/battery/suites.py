@@ -70,6 +70,18 @@ class Suite:
                 lambda s: self._reporting(s, self.constant, self._flat(), self.seeds),
             ),
             ("candidates for the default", self._candidates),
+            ("in AdamW's time", self._in_equal_time),
+        ]
+
+    def _in_equal_time(self, store: Store) -> Iterable[Config]:
+        """The steps that fit into AdamW's seconds, as its full runs and the others' have shown."""
+        return [
+            Config(task, name, rate, seed, share)
+            for task in self.tasks
+            for name in CORE
+            if (rate := tuned_rate(store, task, name, self.name)) is not None
+            if (share := time_share(store, task, name, self)) < 1.0
+            for seed in self.seeds
         ]
 
     def _candidates(self, store: Store) -> Iterable[Config]:
@@ -151,6 +163,16 @@ def tuned_rate(store: Store, task: str, optimizer: str, suite: str) -> float | N
     """The rate with the lowest final held-out loss on the tuning seed."""
     found = _finals(store, task, optimizer, tuning_rates(store, task, optimizer, suite))
     return min(found)[1] if found else None
+
+
+def time_share(store: Store, task: str, optimizer: str, suite: Suite) -> float:
+    """The share of an optimizer's steps that takes the seconds of AdamW's whole run; 1 if not known."""
+    seconds = []
+    for name in ("adamw", optimizer):
+        rate = tuned_rate(store, task, name, suite.name)
+        runs = [] if rate is None else [store.get(Config(task, name, rate, s)) for s in suite.seeds]
+        seconds.append(sum(r["curves"]["cpu"][-1] for r in runs if r and r["curves"]))
+    return min(1.0, round(seconds[0] / seconds[1], 2)) if all(seconds) else 1.0
 
 
 def _finals(

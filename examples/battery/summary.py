@@ -26,6 +26,7 @@ def write_summary(store: Store, suite: Suite, out: Path) -> Path:
         _standing(results, suite),
         _targets(results, suite),
         _defaults(results, suite),
+        _same_rate(results, suite),
         _candidates(results, suite),
         _constant(results, suite),
         _peers(results, suite),
@@ -43,8 +44,9 @@ def _standing(results: Results, suite: Suite) -> str:
         return ""
     table = np.array([results.finals(t, CORE) for t in tasks])
     columns = [mean_ranks(table)]
-    for measure in (results.at_equal_time, results.best):
-        columns.append(mean_ranks(np.array([[measure(t, n) for n in CORE] for t in tasks])))
+    timed = np.array([[results.at_equal_time(t, n) for n in CORE] for t in tasks])
+    columns.append(mean_ranks(timed[~np.isnan(timed).any(1)]))
+    columns.append(mean_ranks(np.array([[results.best(t, n) for n in CORE] for t in tasks])))
     rows = []
     for k, name in enumerate(CORE):
         cells = [f"{column[k]:.2f}" for column in columns]
@@ -59,7 +61,7 @@ def _standing(results: Results, suite: Suite) -> str:
         ]
         rows.append((name, *cells, wins, ratio, f"{np.exp(np.mean(np.log(share))):.2f}"))
     return f"## Tuned, {len(tasks)} tasks\n\n" + markdown(
-        ("", "mean rank, equal steps", "AdamW's time", "lowest loss", "best on",
+        ("", "mean rank, equal steps", "equal time", "lowest loss", "best on",
          "loss / AdamW's (95 %)", "CPU time a run / AdamW's"),
         rows,
     )  # fmt: skip
@@ -98,6 +100,35 @@ def _defaults(results: Results, suite: Suite) -> str:
         ("", "RPT", "AdamW", "ratio", "tuned AdamW"),
         [(t, f"{a:.4g}", f"{b:.4g}", f"{q:.3f}", f"{c:.4g}") for q, t, a, b, c in rows],
     )
+
+
+def _same_rate(results: Results, suite: Suite) -> str:
+    """What a script whose rate was tuned for AdamW gets by swapping the optimizer's line."""
+    rows = []
+    for task in suite.tasks:
+        theirs = dict(results.tuning(task, "adamw"))
+        ours = dict(results.tuning(task, "rpt"))
+        if not theirs or not ours:
+            continue
+        rate = min(theirs, key=lambda r: theirs[r])
+        lower = max((r for r in ours if r < 0.5 * rate), default=math.nan)
+        cells = [x / theirs[rate] for x in (ours.get(rate, math.nan), ours.get(lower, math.nan))]
+        own = min(ours, key=lambda r: ours[r])
+        rows.append((rate, *cells, task, theirs[rate], own))
+    if not rows:
+        return ""
+    rows.sort(key=lambda row: (row[0], row[1]))
+    return "## RPT at AdamW's tuned rate, tuning seed: loss over AdamW's\n\n" + markdown(
+        ("", "AdamW's rate", "AdamW", "RPT there", "RPT at a third", "RPT's own rate"),
+        [
+            (task, f"{rate:g}", f"{loss:.4g}", _ratio(there), _ratio(third), f"{own:g}")
+            for rate, there, third, task, loss, own in rows
+        ],
+    )
+
+
+def _ratio(value: float) -> str:
+    return "" if math.isnan(value) else "diverged" if math.isinf(value) else f"{value:.3f}"
 
 
 def _candidates(results: Results, suite: Suite) -> str:

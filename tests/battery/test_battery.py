@@ -115,6 +115,18 @@ def test_tuning_takes_the_best_rate_and_other_seeds_report(tmp_path):
     }
 
 
+def test_a_share_of_the_steps_has_the_whole_schedule(tmp_path):
+    config = Config("wine", "adamw", 1e-3, 0, 0.3)
+    record = train(config)
+    assert record["curves"]["step"][-1] == round(0.3 * TASKS["wine"].steps)
+    assert record["key"].endswith("|0.3")
+    store = Store(tmp_path / "results.jsonl")
+    store.add(record)
+    assert config in store
+    assert Config("wine", "adamw", 1e-3, 0) not in store
+    assert [r["key"] for r in Store(store.path).current()] == [config.key]
+
+
 def test_schedules():
     task = TASKS["gpt_char"]
     factors = [task.factor(k) for k in range(task.steps)]

@@ -81,11 +81,20 @@ def test_time_to_the_target_in_steps_and_seconds(store):
 
 
 def test_losses_at_equal_time(store):
+    """RPT takes twice AdamW's time: its runs of half the steps count; SOAP's whole ones do."""
     results = Results(store, SUITE)
     assert results.final("ripple", "rpt") == pytest.approx(math.exp(-4))
-    # AdamW's whole time is half of RPT's.
-    assert results.at_equal_time("ripple", "rpt") == pytest.approx(math.exp(-2))
     assert results.at_equal_time("ripple", "soap") == pytest.approx(math.exp(-2.5))
+    assert math.isnan(results.at_equal_time("ripple", "rpt"))
+    label, configs = SUITE.stages()[-1]
+    assert label == "in AdamW's time"
+    wanted = set(configs(store))
+    assert {(c.optimizer, c.share) for c in wanted} == {("rpt", 0.5)}
+    for config in wanted:
+        store.add(record(config, 1.0) | {"share": config.share})
+    results = Results(store, SUITE)
+    assert results.at_equal_time("ripple", "rpt") == pytest.approx(math.exp(-2))
+    assert results.final("ripple", "rpt") == pytest.approx(math.exp(-4))
 
 
 def test_ratios_are_paired_and_failures_count(store):
