@@ -172,6 +172,7 @@ def _all() -> dict[str, Peer]:
     found = {peer.name: peer for peer in _OTHERS}
     for name, variant in RPT_VARIANTS.items():
         preset = preset_options(variant.preset)
+        preset.pop("capturable")  # chooses how a step is computed, not which
         found[name] = Peer(
             name, preset["lr"], variant.build, variant.says, "rpt", f"{preset}{variant}"
         )
