@@ -46,6 +46,8 @@ SIZES = {
     "num_heads": 4,
     "mlp_width": 64,
 }
+# Distance of clustered targets from their middle: they are 2.6 times this apart or less.
+SPREAD = 2.0
 MODELS: dict[str, type[Any]] = {
     "polar": lorentz.PolarViT,
     "ambient": lorentz.AmbientViT,
@@ -53,12 +55,18 @@ MODELS: dict[str, type[Any]] = {
 }
 
 
-def targets(radius: float) -> lorentz.Point:
-    """Ten points at this radius in orthogonal directions."""
+def targets(radius: float, layout: str) -> lorentz.Point:
+    """Ten points about this radius: in orthogonal directions, or SPREAD around one point."""
     directions = torch.linalg.qr(
-        torch.randn(32, 10, generator=torch.Generator().manual_seed(5)), mode="reduced"
-    ).Q.mT
-    return lorentz.Point(torch.full((10,), radius), directions.contiguous())
+        torch.randn(32, 11, generator=torch.Generator().manual_seed(5)), mode="reduced"
+    ).Q.mT.double()
+    if layout == "spread":
+        goal = lorentz.Point(torch.full((10,), radius, dtype=torch.float64), directions[:10])
+    else:
+        middle = lorentz.Point(torch.full((10,), radius).double(), directions[10:].expand(10, -1))
+        step = lorentz.Tangent(torch.zeros(10).double(), SPREAD * directions[:10])
+        goal = lorentz.exp_map(middle, step)
+    return lorentz.Point(goal.a.float(), goal.u.float().contiguous())
 
 
 def distances(features: Any, goal: lorentz.Point, guarded: bool = True) -> Tensor:
@@ -87,7 +95,7 @@ def evaluate(model: Any, goal: lorentz.Point, batches: Any, guarded: bool) -> di
     exact.load_state_dict(model.state_dict())
     exact_goal = lorentz.Point(goal.a.double(), goal.u.double())
     right = right_exact = total = 0
-    apart = []
+    apart, radii, away, claimed = [], [], [], []
     for images, labels in batches:
         features = model.features(images)
         d = distances(features, goal, guarded)
@@ -95,18 +103,28 @@ def evaluate(model: Any, goal: lorentz.Point, batches: Any, guarded: bool) -> di
         # A row of NaN has no nearest target.
         right += int(((guess == labels) & ~d.isnan().all(-1)).sum())
         true = exact.features(images.double())
-        right_exact += int((distances(true, exact_goal).argmin(-1) == labels).sum())
+        d_exact = distances(true, exact_goal)
+        right_exact += int((d_exact.argmin(-1) == labels).sum())
         error = lorentz.distance(exact_points(features), true)
         apart.append(torch.where(d.isnan().any(-1), math.nan, error))
+        radii.append(true.a)
+        own = d_exact.gather(1, labels[:, None])[:, 0]
+        away.append(own)
+        claimed.append(d.gather(1, labels[:, None])[:, 0])
         total += len(labels)
     return {
         "accuracy": right / total,
         "accuracy64": right_exact / total,
         "apart": float(torch.cat(apart).median()),
+        "radius": float(torch.cat(radii).median()),
+        "distance": float(torch.cat(away).median()),
+        "claimed": float(torch.cat(claimed).median()),
     }
 
 
-def run(name: str, radius: float, seed: int, steps: int, rate: float) -> dict:
+def run(
+    name: str, radius: float, seed: int, steps: int, rate: float, objective: str, layout: str
+) -> dict:
     torch.manual_seed(seed)
     data = load("digits", 64, seed)
     model = MODELS[name](lorentz.ViTConfig(10, 8, **SIZES))
@@ -116,7 +134,7 @@ def run(name: str, radius: float, seed: int, steps: int, rate: float) -> dict:
     first.load_state_dict(model.state_dict())
     lorentz.calibrate_(first, images, target_radius=radius)
     model.load_state_dict(first.state_dict())
-    goal, guarded = targets(radius), name != "textbook"
+    goal, guarded = targets(radius, layout), name != "textbook"
     parameters = [p for n, p in model.named_parameters() if not n.startswith("head.")]
     optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
     losses: list[float] = []
@@ -128,7 +146,10 @@ def run(name: str, radius: float, seed: int, steps: int, rate: float) -> dict:
             batches = iter(data.train)
             batch = next(batches)
         d = distances(model.features(batch[0]), goal, guarded)
-        loss = nn.functional.cross_entropy(-d, batch[1])
+        if objective == "classes":
+            loss = nn.functional.cross_entropy(-d, batch[1])
+        else:
+            loss = d.gather(1, batch[1][:, None]).square().mean()
         optimizer.zero_grad()
         loss.backward()
         finite = all(bool(p.grad.isfinite().all()) for p in parameters)
@@ -174,6 +195,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--objective", default="classes", choices=["classes", "distance"])
+    parser.add_argument("--layout", default="spread", choices=["spread", "cluster"])
     parser.add_argument("--quick", action="store_true", help="three radii, two steps")
     parser.add_argument("--runs", type=Path, default=Path("runs/polar_vit_stability.jsonl"))
     parser.add_argument("--output", type=Path, default=Path("polar_vit_stability.png"))
@@ -185,8 +208,16 @@ def main() -> None:
     results: dict[str, dict[float, list[dict]]] = {name: {} for name in MODELS}
     jobs = [(n, r, s) for s in range(arguments.seeds) for r in arguments.radii for n in MODELS]
     for name, radius, seed in tqdm(jobs, unit="run"):
-        key = json.dumps([name, radius, seed, arguments.steps, arguments.rate])
-        found = log.get(key, partial(run, name, radius, seed, arguments.steps, arguments.rate))
+        job = (
+            name,
+            radius,
+            seed,
+            arguments.steps,
+            arguments.rate,
+            arguments.objective,
+            arguments.layout,
+        )
+        found = log.get(json.dumps(job), partial(run, *job))
         results[name].setdefault(radius, []).append(found)
     print("| R | " + " | ".join(MODELS) + " |\n|---|" + "---|" * len(MODELS))
     for radius in arguments.radii:
@@ -198,9 +229,17 @@ def main() -> None:
                 for figure in ("accuracy", "accuracy64")
             )
             apart = statistics.median(run["apart"] for run in runs)
+            middle = {
+                figure: statistics.median(run[figure] for run in runs)
+                for figure in ("radius", "distance", "claimed")
+            }
             stops = [str(run["failed"]) for run in runs if run["failed"] is not None]
             note = f"; not finite at step {', '.join(stops)}" if stops else ""
-            cells.append(f"{accuracy} % (float64: {exact}), apart {apart:.1e}{note}")
+            cells.append(
+                f"{accuracy} % (float64: {exact}), apart {apart:.1e}; "
+                f"radius {middle['radius']:.1f}, to target {middle['distance']:.1f}, "
+                f"claimed {middle['claimed']:.1f}{note}"
+            )
         print(f"| {radius:g} | " + " | ".join(cells) + " |")
     plot(results, arguments.output)
     print(f"Saved {arguments.output}; runs in {arguments.runs}")

@@ -65,6 +65,7 @@ def boost_step(
     tilt = sinhc_of_root(squared) * step
     # tanh(0) u + 0 has no direction of its own: u := v stays.
     keep = torch.tanh(a) + (no_direction & (a == 0)) + tilt * c
-    _, direction = norm_and_direction(keep.unsqueeze(-1) * u + tilt.unsqueeze(-1) * e)
+    moved = torch.addcmul(keep.unsqueeze(-1) * u, tilt.unsqueeze(-1), e)
+    _, direction = norm_and_direction(moved)
     direction = torch.sign(new_a).unsqueeze(-1) * direction
     return Point(new_a.abs(), direction)

@@ -52,4 +52,4 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     scale = sinh_b + y_origin
     along = torch.sinh(a - b) + rise * scale * (c - 0.5 * y_origin) - y_origin
     along = torch.where(x_origin, torch.cosh(b) - scale, along)
-    return from_unit_space(scale.unsqueeze(-1) * e + along.unsqueeze(-1) * u)
+    return from_unit_space(torch.addcmul(scale.unsqueeze(-1) * e, along.unsqueeze(-1), u))

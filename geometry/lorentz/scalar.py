@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .point import host_readable
+
 __all__ = [
     "arcosh1p",
     "asinh_exp",
@@ -227,10 +229,45 @@ class _NormAndDirection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None]:
         norm, direction, at_zero = ctx.saved_tensors
-        divisor = torch.where(norm > 0, norm, at_zero).unsqueeze(-1)
-        along = (direction * by_direction).sum(-1, keepdim=True)
-        across = torch.addcmul(by_direction, direction, along, value=-1.0) / divisor
-        return torch.addcmul(across, direction, by_norm.unsqueeze(-1)), None
+        return _by_vector(
+            torch.where(norm > 0, norm, at_zero), direction, by_norm, by_direction
+        ), None
+
+
+class _OrdinaryNormAndDirection(torch.autograd.Function):
+    """The same for vectors whose norms, given, are far from zero and from overflow: two passes."""
+
+    @staticmethod
+    def forward(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.clone(), x / norm.unsqueeze(-1)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None]:
+        norm, direction = ctx.saved_tensors
+        return _by_vector(norm, direction, by_norm, by_direction), None
+
+
+def _by_vector(divisor: Tensor, direction: Tensor, by_norm: Tensor, by_direction: Tensor) -> Tensor:
+    along = (direction * by_direction).sum(-1)
+    by_length = (by_norm - along / divisor).unsqueeze(-1)
+    return torch.addcmul(by_direction / divisor.unsqueeze(-1), direction, by_length)
+
+
+def _ordinary_norm(x: Tensor) -> Tensor | None:
+    """Norms (…) of vectors none of which needs care, else None."""
+    if not host_readable(x) or not x.numel():
+        return None
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1)
+    smallest, largest = torch.aminmax(norm)
+    root = math.sqrt(torch.finfo(x.dtype).tiny)
+    # The square of a component 1e-4 of the norm must still be a normal number.
+    return norm if bool((smallest > 1e4 * root) & (largest < 1.0 / (1e4 * root))) else None
 
 
 def log_of_norm(norm: Tensor) -> Tensor:
@@ -246,6 +283,9 @@ def norm_and_direction(x: Tensor, at_zero: Tensor | float | None = None) -> tupl
     infinity means no gradient. Components as large or small as the dtype allows neither overflow
     nor vanish when squared.
     """
+    ordinary = _ordinary_norm(x)
+    if ordinary is not None:
+        return _OrdinaryNormAndDirection.apply(x, ordinary)
     fill = 1.0 if at_zero is None else at_zero
     if not isinstance(fill, Tensor):
         fill = torch.full((), fill, dtype=x.dtype, device=x.device)
