@@ -161,24 +161,27 @@ def run(
     return {**evaluate(model, goal, data.test, guarded), "failed": failed, "losses": losses}
 
 
-def plot(results: dict[str, dict[float, list[dict]]], path: Path) -> None:
-    """Accuracy and float32 error against radius, and losses at the middle and the last but one."""
+def plot(results: dict[str, dict[float, list[dict]]], path: Path, classes: bool) -> None:
+    """What was aimed at and the float32 error against radius, losses at the first and the last."""
+    in_float32, in_float64 = ("accuracy", "accuracy64") if classes else ("claimed", "distance")
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     for colour, (name, by_radius) in enumerate(results.items()):
         radii = sorted(by_radius)
         for axis, figures, style in (
-            (axes[0], "accuracy", "o-"),
-            (axes[0], "accuracy64", "x:"),
+            (axes[0], in_float32, "o-"),
+            (axes[0], in_float64, "x:"),
             (axes[1], "apart", "o-"),
         ):
             mean = [statistics.mean(run[figures] for run in by_radius[x]) for x in radii]
-            label = name + (", float64" if figures == "accuracy64" else "")
+            label = name + (", float64" if figures == in_float64 else "")
             axis.plot(radii, mean, style, color=f"C{colour}", label=label)
-        for radius, style in ((radii[len(radii) // 2], "-"), (radii[-2], ":")):
+        for radius, style in ((radii[0], "-"), (radii[-1], ":")):
             losses = by_radius[radius][0]["losses"]
             axes[2].plot(losses, style, color=f"C{colour}", label=f"{name}, R = {radius:g}")
-    axes[0].axhline(0.1, color="grey", linestyle=":", label="chance")
-    axes[0].set(xlabel="radius R of targets and layers", ylabel="test accuracy")
+    if classes:
+        axes[0].axhline(0.1, color="grey", linestyle=":", label="chance")
+    what = "test accuracy" if classes else "median distance to the target"
+    axes[0].set(xlabel="radius R of targets and layers", ylabel=what)
     axes[1].set(xlabel="radius R", ylabel="distance of float32 from float64 points", yscale="log")
     axes[2].set(xlabel="step", ylabel="loss", yscale="log")
     for axis in axes:
@@ -241,7 +244,7 @@ def main() -> None:
                 f"claimed {middle['claimed']:.1f}{note}"
             )
         print(f"| {radius:g} | " + " | ".join(cells) + " |")
-    plot(results, arguments.output)
+    plot(results, arguments.output, arguments.objective == "classes")
     print(f"Saved {arguments.output}; runs in {arguments.runs}")
 
 

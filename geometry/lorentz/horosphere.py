@@ -22,7 +22,7 @@ from .point import (
     radius_limit,
     square_root,
 )
-from .scalar import asinh_of_norm, norm_and_direction, squared_arcosh1p
+from .scalar import asinh_of_norm, half_squared_norm, norm_and_direction, squared_arcosh1p
 
 __all__ = [
     "HalfSpace",
@@ -108,7 +108,7 @@ def _gap(main: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     their squared norm."""
     ahead = main > 0
     slope = torch.where(ahead, 2.0 / (1.0 + main), 0.0)
-    return torch.where(ahead, 0.5 * slope * (others * others).sum(-1), 1.0 - main), slope
+    return torch.where(ahead, slope * half_squared_norm(others), 1.0 - main), slope
 
 
 def from_half_space(coordinates: tuple[Tensor, Tensor], *, axis: int = 0) -> Point:

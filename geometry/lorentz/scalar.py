@@ -15,6 +15,7 @@ __all__ = [
     "asinh_exp",
     "asinh_of_norm",
     "cosh_of_root",
+    "half_squared_norm",
     "log_cosh",
     "log_of_norm",
     "log_sinh",
@@ -204,6 +205,25 @@ class _SinhcOfRoot(_Scalar):
 def sinhc_of_root(z: Tensor) -> Tensor:
     """sinh(√z)/√z for z ≥ 0, smooth at 0 to all orders."""
     return _SinhcOfRoot.apply(z)
+
+
+class _HalfSquaredNorm(_Scalar):
+    """½‖x‖²: one pass each way, where x·x takes two and three."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1)
+        return 0.5 * norm * norm
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient.unsqueeze(-1) * x
+
+
+def half_squared_norm(x: Tensor) -> Tensor:
+    """½‖x‖² of vectors (…, n): shape (…)."""
+    return _HalfSquaredNorm.apply(x)
 
 
 class _NormAndDirection(torch.autograd.Function):
