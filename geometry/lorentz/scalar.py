@@ -236,6 +236,10 @@ class _NormAndDirection(torch.autograd.Function):
         # Infinite components give inf/inf: leave them as they are, no vector before either.
         tiny = torch.finfo(x.dtype).tiny
         scale = x.abs().amax(-1, keepdim=True).clamp(min=tiny)
+        # Ordinary vectors are not scaled: to the bit what they are in a batch without others.
+        low, high = _ordinary_range(x.dtype)
+        low = 0.5 * low / math.sqrt(max(1, x.shape[-1]))
+        scale = torch.where((scale > low) & (scale < high), 1.0, scale)
         scaled = x / scale
         length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
         return (length * scale).squeeze(-1), scaled / length.clamp(min=tiny)
@@ -285,9 +289,14 @@ def _ordinary_norm(x: Tensor) -> Tensor | None:
         return None
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     smallest, largest = torch.aminmax(norm)
-    root = math.sqrt(torch.finfo(x.dtype).tiny)
-    # The square of a component 1e-4 of the norm must still be a normal number.
-    return norm if bool((smallest > 1e4 * root) & (largest < 1.0 / (1e4 * root))) else None
+    low, high = _ordinary_range(x.dtype)
+    return norm if bool((smallest > low) & (largest < high)) else None
+
+
+def _ordinary_range(dtype: torch.dtype) -> tuple[float, float]:
+    """Norms between these lose nothing that counts when components are squared."""
+    low = 1e8 * math.sqrt(torch.finfo(dtype).tiny)
+    return low, 1.0 / low
 
 
 def log_of_norm(norm: Tensor) -> Tensor:
