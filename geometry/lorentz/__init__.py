@@ -5,7 +5,7 @@ Points are pairs (a, u) (`Point`); the ambient baseline is in `rpt.geometry.lore
 
 from .activation import PolarDropout, PolarReLU, SpaceActivation, homogeneous_activation
 from .ambient_unet import AmbientUNet
-from .ambient_vit import AmbientViT
+from .ambient_vit import AmbientViT, TextbookViT
 from .attention import PolarCache, PolarMultiheadAttention
 from .batch_norm import PolarBatchNorm2d
 from .boost import axis_boost, boost, boost_step
@@ -110,6 +110,7 @@ __all__ = [
     "SpaceResidual",
     "Tangent",
     "TangentLike",
+    "TextbookViT",
     "ViTConfig",
     "axis_boost",
     "boost",

@@ -2,6 +2,10 @@
 
 Points are (…, 1 + n) tensors, time first; formulas as in the literature, with the customary clamps.
 In float32 they lose all accuracy at radius 8 (Proposition 1). For comparison only.
+
+The clamps hide it: where rounding has made −⟨x, y⟩/k less than 1, or ⟨Σwx, Σwx⟩ positive, a clamped
+formula gives a wrong finite number and the textbook's gives NaN. `eps=None` and `guarded=False` are
+the textbook's.
 """
 
 from __future__ import annotations
@@ -46,29 +50,34 @@ def with_time(space: Tensor, k: float | Tensor = 1.0) -> Tensor:
     return torch.cat([(k + space.square().sum(-1, keepdim=True)).sqrt(), space], -1)
 
 
-def _arcosh(value: Tensor, eps: float) -> Tensor:
-    return torch.acosh(value.clamp(min=1.0 + eps))
+def _arcosh(value: Tensor, eps: float | None) -> Tensor:
+    return torch.acosh(value if eps is None else value.clamp(min=1.0 + eps))
 
 
-def ambient_distance(x: Tensor, y: Tensor, *, k: float | Tensor = 1.0, eps: float = 0.0) -> Tensor:
-    """√k arcosh(−⟨x, y⟩/k) (Eq. 1), the argument clamped to 1 + eps."""
+def ambient_distance(
+    x: Tensor, y: Tensor, *, k: float | Tensor = 1.0, eps: float | None = 0.0
+) -> Tensor:
+    """√k arcosh(−⟨x, y⟩/k) (Eq. 1), the argument clamped to 1 + eps, or for None not at all."""
     return _root(k) * _arcosh(-lorentz_inner(x, y) / k, eps)
 
 
 def ambient_squared_distance(
-    x: Tensor, y: Tensor, *, k: float | Tensor = 1.0, eps: float = 0.0
+    x: Tensor, y: Tensor, *, k: float | Tensor = 1.0, eps: float | None = 0.0
 ) -> Tensor:
     """The square of `ambient_distance`."""
     return ambient_distance(x, y, k=k, eps=eps).square()
 
 
-def ambient_centroid(points: Tensor, weights: Tensor, *, k: float | Tensor = 1.0) -> Tensor:
+def ambient_centroid(
+    points: Tensor, weights: Tensor, *, k: float | Tensor = 1.0, guarded: bool = True
+) -> Tensor:
     """√k Σwx/‖Σwx‖ (Eq. 4): points (…, N, 1 + n), weights (…, N) or (…, M, N)."""
     if weights.dim() == points.dim():
         total = weights @ points
     else:
         total = (weights.unsqueeze(-1) * points).sum(-2)
-    norm = lorentz_inner(total, total).abs().clamp(min=1e-8).sqrt()
+    inner = lorentz_inner(total, total)
+    norm = (inner.abs().clamp(min=1e-8) if guarded else -inner).sqrt()
     return _root(k) * total / norm.unsqueeze(-1)
 
 
@@ -116,13 +125,19 @@ def ambient_linear(x: Tensor, weight: Tensor, *, k: float | Tensor = 1.0) -> Ten
 
 
 def ambient_attention(
-    query: Tensor, key: Tensor, value: Tensor, gain: float | Tensor, *, k: float | Tensor = 1.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gain: float | Tensor,
+    *,
+    k: float | Tensor = 1.0,
+    guarded: bool = True,
 ) -> Tensor:
     """softmax(−gain · arcosh²(−⟨q, κ⟩/k)) and the centroid: (…, N, 1 + n) tensors."""
     flipped = torch.cat([-key[..., :1], key[..., 1:]], -1)
     inner = query @ flipped.mT
-    scores = -gain * _arcosh(-inner / k, 1e-6).square()
-    return ambient_centroid(value, torch.softmax(scores, -1), k=k)
+    scores = -gain * _arcosh(-inner / k, 1e-6 if guarded else None).square()
+    return ambient_centroid(value, torch.softmax(scores, -1), k=k, guarded=guarded)
 
 
 def ambient_exp_map_origin(v: Tensor, k: float | Tensor = 1.0) -> Tensor:

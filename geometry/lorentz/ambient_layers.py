@@ -37,7 +37,7 @@ from .position import BoostEncoding, HorosphericalEncoding
 from .residual import BoostResidual, GyroResidual, SpaceResidual
 from .vit import PolarLayers, TangentLinear
 
-__all__ = ["AmbientLayers", "AmbientLinear", "AmbientMultiheadAttention"]
+__all__ = ["AmbientLayers", "AmbientLinear", "AmbientMultiheadAttention", "TextbookLayers"]
 
 
 class AmbientLinear(PolarLinear):
@@ -93,12 +93,15 @@ class AmbientPositionTable(PositionTable):
 class AmbientGyroLayerNorm(GyroLayerNorm):
     """`GyroLayerNorm` in ambient arithmetic."""
 
+    guarded = True
+
     def forward(self, x: Tensor, key_padding_mask: None = None) -> Tensor:  # type: ignore[override]
         """(batch, P, 1 + n) to the same shape."""
         k = self.curvature().to(x.dtype)
         weights = torch.full_like(x[..., 0], 1.0 / x.shape[-2])
-        mean = ambient_centroid(x, weights, k=k).unsqueeze(-2)
-        variance = ambient_squared_distance(x, mean, k=k, eps=1e-7).mean(-1, keepdim=True)
+        mean = ambient_centroid(x, weights, k=k, guarded=self.guarded).unsqueeze(-2)
+        eps = 1e-7 if self.guarded else None
+        variance = ambient_squared_distance(x, mean, k=k, eps=eps).mean(-1, keepdim=True)
         inverse = torch.cat([mean[..., :1], -mean[..., 1:]], -1)
         centred = ambient_gyro_add(inverse, x, k=k)
         gain = torch.exp(self.log_gain.to(x.dtype) + self.initial_log_gain.to(x.dtype))
@@ -200,6 +203,7 @@ class AmbientMultiheadAttention(PolarMultiheadAttention):
 
     layer = AmbientLinear
     head_gain = AmbientHeadGain
+    guarded = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -216,7 +220,7 @@ class AmbientMultiheadAttention(PolarMultiheadAttention):
         if self.position is not None:
             query, key = self.position(query, positions), self.position(key, positions)
         gain = k * self.head_dim**-0.5 * torch.exp(-self.log_temperature.to(x.dtype))
-        heads = ambient_attention(query, key, value, gain, k=k)
+        heads = ambient_attention(query, key, value, gain, k=k, guarded=self.guarded)
         joined = heads[..., 1:].transpose(1, 2).flatten(-2)
         return self.output(with_time(joined, k))
 
@@ -257,6 +261,7 @@ class AmbientLayers(PolarLayers):
     tangent_linear = AmbientTangentLinear
     horospherical = AmbientHorosphericalEncoding
     boost_encoding = AmbientBoostEncoding
+    guarded = True
 
     @staticmethod
     def from_tangent(v: Tensor, k: Tensor) -> Tensor:
@@ -273,8 +278,29 @@ class AmbientLayers(PolarLayers):
         """The first token of every sample."""
         return x[:, 0]
 
-    @staticmethod
-    def pool(x: Tensor, k: Tensor) -> Tensor:
+    @classmethod
+    def pool(cls, x: Tensor, k: Tensor) -> Tensor:
         """The centroid of every sample's tokens."""
         weights = torch.full_like(x[..., 0], 1.0 / x.shape[-2])
-        return ambient_centroid(x, weights, k=k.to(x.dtype))
+        return ambient_centroid(x, weights, k=k.to(x.dtype), guarded=cls.guarded)
+
+
+class TextbookGyroLayerNorm(AmbientGyroLayerNorm):
+    """`AmbientGyroLayerNorm` without clamps."""
+
+    guarded = False
+
+
+class TextbookMultiheadAttention(AmbientMultiheadAttention):
+    """`AmbientMultiheadAttention` without clamps."""
+
+    guarded = False
+
+
+class TextbookLayers(AmbientLayers):
+    """`AmbientLayers` by the formulas as they stand, without the customary clamps: NaN shows where
+    rounding has left no point."""
+
+    attention = TextbookMultiheadAttention
+    norms = {**AmbientLayers.norms, "gyro": TextbookGyroLayerNorm}  # noqa: RUF012
+    guarded = False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .ambient_layers import AmbientLayers
+from .ambient_layers import AmbientLayers, TextbookLayers
 from .vit import PolarViT
 
-__all__ = ["AmbientViT"]
+__all__ = ["AmbientViT", "TextbookViT"]
 
 
 class AmbientViT(PolarViT):
@@ -16,3 +16,9 @@ class AmbientViT(PolarViT):
     """
 
     layers = AmbientLayers
+
+
+class TextbookViT(AmbientViT):
+    """`AmbientViT` without the customary clamps on inner products and centroids."""
+
+    layers = TextbookLayers

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_bias import causal_bias
+from .convert import klein_row
 from .curvature import Curvature, as_curvature_module
 from .dense_attention import dense_attention
 from .fused_attention import fused_attention
@@ -177,11 +178,14 @@ class PolarMultiheadAttention(nn.Module):
             raise ValueError("causal attention to a context has no meaning")
         source = (a, u) if context is None else promote(context)[0]
         offset = 0 if cache is None else cache.length
-        query = self._encode(self.query_heads(self.query((a, u))), positions, offset)
+        row = klein_row(a, u)
+        query = self._encode(self.query_heads(self.query((a, u), row)), positions, offset)
         if context is None:
             context_positions = positions
-        key = self._encode(self.key_heads(self.key(source)), context_positions, offset)
-        value = _heads_first(self.value_heads(self.value(source)))
+        else:
+            row = klein_row(*source)
+        key = self._encode(self.key_heads(self.key(source, row)), context_positions, offset)
+        value = _heads_first(self.value_heads(self.value(source, row)))
         if cache is not None:
             key, value, key_padding_mask = cache.append(key, value, key_padding_mask)
         bias = self._bias(key_padding_mask, attn_mask, query, key)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .gyro import gyro_add
 from .point import Point, PointLike, promote
-from .scalar import norm_and_direction, sinhc_of_root
+from .scalar import half_squared_norm, norm_and_direction, sinhc_of_root
 
 __all__ = ["axis_boost", "boost", "boost_step"]
 
@@ -53,7 +53,7 @@ def boost_step(
     u = torch.addcmul(u, no_direction.to(u.dtype).unsqueeze(-1), v)
     # v − (u·v) u = e + c u, with e = v − u and c = ½‖e‖² = 1 − u·v.
     e = v - u
-    c = 0.5 * (e * e).sum(-1)
+    c = half_squared_norm(e)
     along = b * (1.0 - c)
     radial = along
     if mean_weights is not None:
@@ -65,6 +65,7 @@ def boost_step(
     tilt = sinhc_of_root(squared) * step
     # tanh(0) u + 0 has no direction of its own: u := v stays.
     keep = torch.tanh(a) + (no_direction & (a == 0)) + tilt * c
-    _, direction = norm_and_direction(keep.unsqueeze(-1) * u + tilt.unsqueeze(-1) * e)
+    moved = torch.addcmul(keep.unsqueeze(-1) * u, tilt.unsqueeze(-1), e)
+    _, direction = norm_and_direction(moved)
     direction = torch.sign(new_a).unsqueeze(-1) * direction
     return Point(new_a.abs(), direction)

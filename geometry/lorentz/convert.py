@@ -31,6 +31,11 @@ def klein(a: Tensor, u: Tensor) -> Tensor:
     return (torch.tanh(a) + is_origin(a, u)).unsqueeze(-1) * u
 
 
+def klein_row(a: Tensor, u: Tensor) -> Tensor:
+    """(1, χ) of shape (…, 1 + n): ambient coordinates over the time coordinate."""
+    return torch.cat([torch.ones_like(a).unsqueeze(-1), klein(a, u)], -1)
+
+
 def from_unit_space(s: Tensor) -> Point:
     """The point whose space coordinates are √k·s, s of shape (…, n)."""
     norm, direction = norm_and_direction(s)

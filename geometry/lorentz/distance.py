@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .chord import pair_angular
 from .point import PointLike, check_curvature, is_origin, promote, radius_limit, square_root
-from .scalar import arcosh1p, log_sinh, squared_arcosh1p
+from .scalar import arcosh1p, half_squared_norm, log_sinh, squared_arcosh1p
 
 __all__ = [
     "distance",
@@ -23,8 +23,7 @@ __all__ = [
 
 def half_squared_chord(u: Tensor, v: Tensor) -> Tensor:
     """½‖u − v‖² = 1 − cos θ from differences; 1 − u·v loses everything below θ = 1e-4."""
-    difference = u - v
-    return 0.5 * (difference * difference).sum(-1)
+    return half_squared_norm(u - v)
 
 
 def cosh_distance_minus_one(a: Tensor, u: Tensor, b: Tensor, v: Tensor) -> Tensor:

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from .convert import from_unit_space
-from .point import Point, PointLike, check_curvature, is_origin, promote, radius_limit
+from .point import (
+    Point,
+    PointLike,
+    check_curvature,
+    host_readable,
+    is_origin,
+    promote,
+    radius_limit,
+)
+from .scalar import half_squared_norm
 
 __all__ = ["gyro_add", "gyro_negate", "gyro_scale"]
 
@@ -20,8 +29,12 @@ def gyro_scale(factor: float | Tensor, x: PointLike) -> Point:
     """t ⊗ x = (|t| a, sign(t) u) for a number or a tensor that broadcasts to (…)."""
     ((a, u),) = promote(x)
     factor = torch.as_tensor(factor, dtype=a.dtype, device=a.device)
+    at_origin = is_origin(a, u)
+    if host_readable(factor) and host_readable(a) and bool((factor > 0).all() & ~at_origin.any()):
+        radius = factor * a
+        return Point(radius, u.expand(radius.shape + u.shape[-1:]))
     # At the origin the gradient of u stands for that of the space coordinates, which scale by t.
-    direction = torch.where(is_origin(a, u), factor, torch.sign(factor)).unsqueeze(-1) * u
+    direction = torch.where(at_origin, factor, torch.sign(factor)).unsqueeze(-1) * u
     return Point(factor.abs() * a, direction)
 
 
@@ -45,11 +58,11 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     a, b = a.clamp(max=limit), b.clamp(max=limit)
     sinh_b, half = torch.sinh(b), torch.sinh(0.5 * a)
     e = u + v
-    c = 0.5 * (e * e).sum(-1)
+    c = half_squared_norm(e)
     rise = 2.0 * half * half
     # At an origin u (or v) stands for its space coordinates; nothing of this changes a value.
     y_origin = y_origin.to(a.dtype)
     scale = sinh_b + y_origin
     along = torch.sinh(a - b) + rise * scale * (c - 0.5 * y_origin) - y_origin
     along = torch.where(x_origin, torch.cosh(b) - scale, along)
-    return from_unit_space(scale.unsqueeze(-1) * e + along.unsqueeze(-1) * u)
+    return from_unit_space(torch.addcmul(scale.unsqueeze(-1) * e, along.unsqueeze(-1), u))

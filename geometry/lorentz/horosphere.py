@@ -6,13 +6,12 @@ w = x_⊥/ν, x_⊥ being the other space coordinates. A shift is w ← w + t, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .chord import pair_angular
-from .convert import unit_space
 from .distance import half_squared_chord
 from .point import (
     Point,
@@ -23,7 +22,7 @@ from .point import (
     radius_limit,
     square_root,
 )
-from .scalar import asinh_of_norm, norm_and_direction, squared_arcosh1p
+from .scalar import asinh_of_norm, half_squared_norm, norm_and_direction, squared_arcosh1p
 
 __all__ = [
     "HalfSpace",
@@ -50,7 +49,7 @@ def _check_axis(axis: int, dimension: int) -> int:
 
 
 def _others(x: Tensor, axis: int) -> Tensor:
-    return torch.cat([x[..., :axis], x[..., axis + 1 :]], -1)
+    return x[..., 1:] if axis == 0 else torch.cat([x[..., :axis], x[..., axis + 1 :]], -1)
 
 
 def to_half_space(x: PointLike, *, axis: int = 0) -> HalfSpace:
@@ -62,14 +61,54 @@ def to_half_space(x: PointLike, *, axis: int = 0) -> HalfSpace:
     ((a, u),) = promote(x)
     axis = _check_axis(axis, u.shape[-1])
     a = a.clamp(max=radius_limit(a.dtype))
-    main, others = u[..., axis], _others(u, axis)
+    return HalfSpace(*_ToHalfSpace.apply(a, u, is_origin(a, u).to(a.dtype), axis))
+
+
+class _ToHalfSpace(torch.autograd.Function):
+    """Closed-form backward: a third of the passes over the vectors that the composed one takes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, u: Tensor, at_origin: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        main, others = u[..., axis], _others(u, axis)
+        gap, _ = _gap(main, others)
+        # At the origin main is 0: the last term only carries the derivative by space coordinates.
+        nu = torch.exp(-a) + torch.sinh(a) * gap - at_origin * main
+        return torch.log(nu), ((torch.sinh(a) + at_origin) / nu).unsqueeze(-1) * others
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:3], output[0])
+        ctx.axis = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, by_log_nu: Tensor, by_w: Tensor) -> tuple[Tensor | None, ...]:
+        a, u, at_origin, log_nu = ctx.saved_tensors
+        main, others = u[..., ctx.axis], _others(u, ctx.axis)
+        gap, slope = _gap(main, others)
+        falling = torch.exp(-log_nu)
+        sinh, cosh = torch.sinh(a), torch.cosh(a)
+        stretch = (sinh + at_origin) * falling
+        by_stretch = (by_w * others).sum(-1)
+        by_nu = falling * (by_log_nu - by_stretch * stretch)
+        by_a = by_nu * (cosh * gap - torch.exp(-a)) + by_stretch * cosh * falling
+        by_gap = by_nu * sinh
+        by_main = -by_gap * torch.where(main > 0, 0.5 * slope * gap, 1.0) - by_nu * at_origin
+        by_others = torch.addcmul(
+            stretch.unsqueeze(-1) * by_w, (by_gap * slope).unsqueeze(-1), others
+        )
+        axis = ctx.axis
+        parts = [by_others[..., :axis], by_main.unsqueeze(-1), by_others[..., axis:]]
+        return by_a, torch.cat(parts, -1), None, None
+
+
+def _gap(main: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """1 − u_axis of unit vectors, from the others where it is small, and its derivative by half
+    their squared norm."""
     ahead = main > 0
-    from_others = (others * others).sum(-1) / torch.where(ahead, 1.0 + main, 1.0)
-    gap = torch.where(ahead, from_others, 1.0 - main)
-    # At the origin main is 0: the last term only carries the derivative by space coordinates.
-    nu = torch.exp(-a) + torch.sinh(a) * gap - torch.where(is_origin(a, u), main, 0.0)
-    space = _others(unit_space(a, u), axis)
-    return HalfSpace(torch.log(nu), space / nu.unsqueeze(-1))
+    slope = torch.where(ahead, 2.0 / (1.0 + main), 0.0)
+    return torch.where(ahead, slope * half_squared_norm(others), 1.0 - main), slope
 
 
 def from_half_space(coordinates: tuple[Tensor, Tensor], *, axis: int = 0) -> Point:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from .convert import klein
+from .convert import klein_row
 from .curvature import Curvature, as_curvature_module
 from .point import Point, PointLike, promote, radius_limit, without_autocast
 from .radius import RadiusRule, anchored_log_radius, make_radius_rule
@@ -127,15 +127,18 @@ class PolarLinear(nn.Module):
             self.radius_offset.zero_()
             self.calibrated.fill_(False)
 
-    def forward(self, x: PointLike) -> Point:
-        """Map points (…), (…, n) to points (…), (…, n′)."""
+    def forward(self, x: PointLike, row: Tensor | None = None) -> Point:
+        """Map points (…), (…, n) to points (…), (…, n′).
+
+        `row` is `klein_row(a, u)` of the same points, where several layers read them.
+        """
         ((a, u),) = promote(x)
         if u.shape[-1] != self.in_features:
             raise ValueError(
                 f"PolarLinear expects points of dimension {self.in_features}, got {u.shape[-1]}"
             )
-        chi = klein(a, u)
-        h = self.direction(torch.cat([torch.ones_like(a).unsqueeze(-1), chi], -1))
+        row = klein_row(a, u) if row is None else row
+        h = self.direction(row)
         if self.homogeneous:
             if self.activation is not None:
                 h = self.activation(h)
@@ -149,7 +152,7 @@ class PolarLinear(nn.Module):
         # The zero vector has no direction to learn from: no gradient, instead of a huge one.
         norm, direction = norm_and_direction(h, at_zero=math.inf)
         log_norm = log_of_norm(norm) + log_scale
-        radius = asinh_exp(self.log_radius(log_norm, a, chi, u))
+        radius = asinh_exp(self.log_radius(log_norm, a, row[..., 1:], u))
         return Point(radius * (norm > 0), direction)
 
     def log_radius(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:

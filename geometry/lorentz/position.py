@@ -147,9 +147,9 @@ class HorosphericalEncoding(_PositionEncoding):
 def _shifted(coordinates: tuple[Tensor, Tensor], steps: Tensor, first: int) -> ScoreCoordinates:
     """Add steps (axes, …, N) to the components of w from `first` on."""
     log_nu, w = coordinates
-    shifts = steps.movedim(0, -1).expand(*w.shape[:-1], steps.shape[0])
     rest = w.shape[-1] - first - steps.shape[0]
-    return half_space_score(log_nu, w + nn.functional.pad(shifts, (first, rest)))
+    # Positions seldom differ between samples: the padding is done before the addition broadcasts.
+    return half_space_score(log_nu, w + nn.functional.pad(steps.movedim(0, -1), (first, rest)))
 
 
 class BoostEncoding(_PositionEncoding):

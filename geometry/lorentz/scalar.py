@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .point import host_readable
+
 __all__ = [
     "arcosh1p",
     "asinh_exp",
     "asinh_of_norm",
     "cosh_of_root",
+    "half_squared_norm",
     "log_cosh",
     "log_of_norm",
     "log_sinh",
@@ -204,6 +207,25 @@ def sinhc_of_root(z: Tensor) -> Tensor:
     return _SinhcOfRoot.apply(z)
 
 
+class _HalfSquaredNorm(_Scalar):
+    """½‖x‖²: one pass each way, where x·x takes two and three."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1)
+        return 0.5 * norm * norm
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient.unsqueeze(-1) * x
+
+
+def half_squared_norm(x: Tensor) -> Tensor:
+    """½‖x‖² of vectors (…, n): shape (…)."""
+    return _HalfSquaredNorm.apply(x)
+
+
 class _NormAndDirection(torch.autograd.Function):
     """‖x‖ and x/‖x‖ with the closed-form backward, half the passes of the composed one."""
 
@@ -214,6 +236,10 @@ class _NormAndDirection(torch.autograd.Function):
         # Infinite components give inf/inf: leave them as they are, no vector before either.
         tiny = torch.finfo(x.dtype).tiny
         scale = x.abs().amax(-1, keepdim=True).clamp(min=tiny)
+        # Ordinary vectors are not scaled: to the bit what they are in a batch without others.
+        low, high = _ordinary_range(x.dtype)
+        low = 0.5 * low / math.sqrt(max(1, x.shape[-1]))
+        scale = torch.where((scale > low) & (scale < high), 1.0, scale)
         scaled = x / scale
         length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
         return (length * scale).squeeze(-1), scaled / length.clamp(min=tiny)
@@ -227,10 +253,50 @@ class _NormAndDirection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None]:
         norm, direction, at_zero = ctx.saved_tensors
-        divisor = torch.where(norm > 0, norm, at_zero).unsqueeze(-1)
-        along = (direction * by_direction).sum(-1, keepdim=True)
-        across = torch.addcmul(by_direction, direction, along, value=-1.0) / divisor
-        return torch.addcmul(across, direction, by_norm.unsqueeze(-1)), None
+        return _by_vector(
+            torch.where(norm > 0, norm, at_zero), direction, by_norm, by_direction
+        ), None
+
+
+class _OrdinaryNormAndDirection(torch.autograd.Function):
+    """The same for vectors whose norms, given, are far from zero and from overflow: two passes."""
+
+    @staticmethod
+    def forward(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.clone(), x / norm.unsqueeze(-1)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None]:
+        norm, direction = ctx.saved_tensors
+        return _by_vector(norm, direction, by_norm, by_direction), None
+
+
+def _by_vector(divisor: Tensor, direction: Tensor, by_norm: Tensor, by_direction: Tensor) -> Tensor:
+    along = (direction * by_direction).sum(-1)
+    by_length = (by_norm - along / divisor).unsqueeze(-1)
+    return torch.addcmul(by_direction / divisor.unsqueeze(-1), direction, by_length)
+
+
+def _ordinary_norm(x: Tensor) -> Tensor | None:
+    """Norms (…) of vectors none of which needs care, else None."""
+    if not host_readable(x) or not x.numel():
+        return None
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1)
+    smallest, largest = torch.aminmax(norm)
+    low, high = _ordinary_range(x.dtype)
+    return norm if bool((smallest > low) & (largest < high)) else None
+
+
+def _ordinary_range(dtype: torch.dtype) -> tuple[float, float]:
+    """Norms between these lose nothing that counts when components are squared."""
+    low = 1e8 * math.sqrt(torch.finfo(dtype).tiny)
+    return low, 1.0 / low
 
 
 def log_of_norm(norm: Tensor) -> Tensor:
@@ -246,6 +312,9 @@ def norm_and_direction(x: Tensor, at_zero: Tensor | float | None = None) -> tupl
     infinity means no gradient. Components as large or small as the dtype allows neither overflow
     nor vanish when squared.
     """
+    ordinary = _ordinary_norm(x)
+    if ordinary is not None:
+        return _OrdinaryNormAndDirection.apply(x, ordinary)
     fill = 1.0 if at_zero is None else at_zero
     if not isinstance(fill, Tensor):
         fill = torch.full((), fill, dtype=x.dtype, device=x.device)

@@ -84,7 +84,9 @@ def test_unet_example_draws_masks_and_reads_directories(example, tmp_path):
 
 def test_stability_example_starts_both_twins_alike(example):
     module = example("polar_vit_stability")
-    runs = {name: module.run(name, 2.0, 0, 1, 1e-3) for name in module.MODELS}
+    runs = {
+        name: module.run(name, 2.0, 0, 1, 1e-3, "distance", "cluster") for name in module.MODELS
+    }
     assert runs["polar"]["losses"][0] == pytest.approx(runs["ambient"]["losses"][0], rel=1e-3)
     assert runs["polar"]["failed"] is None
 

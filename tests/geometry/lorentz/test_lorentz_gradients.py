@@ -262,3 +262,34 @@ def test_autocast_changes_nothing():
 def test_bad_input_is_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(make(3, 4, seed=0, requires_grad=False))
+
+
+def test_norms_and_origins_are_the_same_whether_values_may_be_looked_at_or_not():
+    """On a CPU Python branches on values; one zero row, or `vmap`, takes the careful path."""
+    from rpt.geometry.lorentz.point import is_origin
+    from rpt.geometry.lorentz.scalar import norm_and_direction
+
+    x = torch.randn(5, 7, requires_grad=True)
+    careful = torch.cat([x, torch.zeros(1, 7)])
+    weights = torch.randn(5, 7)
+    results = []
+    for vectors in (x, careful):
+        norm, direction = norm_and_direction(vectors)
+        loss = (norm[:5] * weights[:, 0]).sum() + (direction[:5] * weights).sum()
+        results.append((norm[:5], direction[:5], *torch.autograd.grad(loss, x)))
+    for ours, theirs in zip(results[0][:2], results[1][:2], strict=True):
+        assert torch.equal(ours, theirs)  # a row does not depend on its batch
+    mapped = torch.vmap(norm_and_direction)(x)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    for ours, theirs in zip(results[0], mapped, strict=False):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    for scale in (1e-37, 1e-18, 1e18, 1e37):  # squares vanish or overflow
+        norm, direction = norm_and_direction(scale * x.detach())
+        assert torch.allclose(norm / scale, results[0][0], rtol=1e-5)
+        assert torch.allclose(direction, results[0][1], rtol=1e-5, atol=1e-6)
+    a = torch.tensor([0.0, 0.0, 1.0])
+    u = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    assert is_origin(a, u).tolist() == [True, False, False]
+    assert torch.vmap(is_origin)(a, u).tolist() == [True, False, False]
+    assert is_origin(a[2:], u[2:]).tolist() == [False]

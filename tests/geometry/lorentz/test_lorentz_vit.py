@@ -68,6 +68,20 @@ def test_polar_and_ambient_arithmetic_agree_in_double_precision(options):
         assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
+def test_without_clamps_the_twin_is_the_same_near_and_not_finite_far():
+    images = torch.randn(64, 3, 8, 8)
+    polar = small()
+    near, far = small(lorentz.AmbientViT), small(lorentz.TextbookViT)
+    for target, finite in ((1.0, True), (18.0, False)):
+        lorentz.calibrate_(polar, images, target_radius=target)
+        for twin in (near, far):
+            twin.load_state_dict(polar.state_dict())
+        assert near(images).isfinite().all()
+        assert bool(far(images).isfinite().all()) is finite
+        if finite:
+            assert torch.allclose(far(images), near(images), atol=1e-4)
+
+
 def test_every_ablation_row_is_a_model_of_its_own():
     outputs = []
     images = torch.randn(2, 3, 8, 8)
