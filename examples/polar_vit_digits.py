@@ -117,6 +117,8 @@ def train(arm: tuple[str, dict[str, Any], str], seed: int, arguments: Any, label
         lorentz.calibrate_(model, images.to(device), target_radius=1.0)
     optimizer = make_optimizer(optimizer_name, model, arguments.rate, arguments.compile)
     if arguments.compile:
+        # Every arm is a program of its own: after eight in one process blocks would run eagerly.
+        torch.compiler.reset()
         for block in model.blocks:
             block.compile()
     total = arguments.epochs * data.steps_per_epoch
