@@ -115,7 +115,9 @@ def device_divisor(unit: Tensor, peak: Tensor) -> Tensor:
     return torch.maximum(torch.where(unit > 0, unit, 1.0), peak * 2.0**-50)
 
 
-def due_rows(step: Tensor, last: Tensor, longest: Tensor, outgrown: Tensor, count: int) -> Tensor:
+def due_rows(
+    step: Tensor, last: Tensor, longest: Tensor, outgrown: Tensor, able: Tensor, count: int
+) -> Tensor:
     """The `count` matrices of a stack whose roots are the most overdue, by the rule of `due_by_age`.
 
     Args:
@@ -123,6 +125,8 @@ def due_rows(step: Tensor, last: Tensor, longest: Tensor, outgrown: Tensor, coun
         last: that of the last refresh, 0 for none, (k,).
         longest: the age that each one's roots may reach at most, (k,).
         outgrown: whether its gradients have outgrown its roots, bool (k,).
+        able: whether anything can be made of its statistics in this step, bool (k,): those that are
+            not come last, or a matrix that never has a gradient would take every turn.
         count: how many.
 
     Returns:
@@ -130,7 +134,8 @@ def due_rows(step: Tensor, last: Tensor, longest: Tensor, outgrown: Tensor, coun
     """
     limit = torch.minimum(longest, step / 3 * (longest / longest.amax())).clamp_min(1.0)
     overdue = torch.where(last > 0, (step - last) / limit, torch.inf)
-    return torch.where(outgrown, torch.inf, overdue).topk(count).indices
+    overdue = torch.where(outgrown, torch.inf, overdue)
+    return torch.where(able, overdue, -torch.inf).topk(count).indices
 
 
 def _advance(item: StackWork, ranks: Sequence[Tensor | None]) -> tuple[Step, Tensor]:
@@ -161,7 +166,7 @@ def _advance(item: StackWork, ranks: Sequence[Tensor | None]) -> tuple[Step, Ten
     gradient = stack.gradients(item.members, item.gradients, divisors)
     gradient.masked_fill_(~finite[:, None], 0.0)
     state["step"] += 1
-    members = _members(item)
+    members = _members(item, finite)
     sizes = stack.sizes if item.index is None else stack.sizes[item.index]
     task = take_step(state, gradient, sizes, stack.layout, stack.backend, members, rule)
     try:
@@ -184,7 +189,7 @@ def _advance(item: StackWork, ranks: Sequence[Tensor | None]) -> tuple[Step, Ten
     return step, finite
 
 
-def _members(item: StackWork) -> Members:
+def _members(item: StackWork, finite: Tensor) -> Members:
     stack, state, rule = item.stack, item.working, item.rule
     metric_steps, chosen = state["step"], None
     if stack.is_matrix:
@@ -196,7 +201,8 @@ def _members(item: StackWork) -> Members:
         count = len(shares)
         if _recording() or (stack.age or 0) >= YOUNG:
             count = math.ceil(count / max(1.0, _ROUND * rule.max_root_staleness))
-        chosen = due_rows(state["step"], state["last_root_step"], longest, outgrown, count)
+        able = finite & (state["unit"] > 0)
+        chosen = due_rows(state["step"], state["last_root_step"], longest, outgrown, able, count)
     shapes = stack.shapes
     if shapes is not None and item.index is not None:
         shapes = shapes[item.index]
@@ -224,7 +230,11 @@ def _count_refreshes(state: Mapping[str, Tensor], chosen: Tensor) -> None:
 def _apply(item: StackWork, step: Step, finite: Tensor) -> None:
     """W <- decay · W - rate · u where the gradient was finite."""
     group, stack = item.group, item.stack
-    rate = group["lr"] * group["gain"] if group["gain_rate"] else group["lr"]
+    rate = group["lr"]
+    if isinstance(rate, Tensor):
+        rate = rate.reshape(()).to(stack.dtype)
+    if group["gain_rate"]:
+        rate = rate * group["gain"].to(stack.dtype)
     taken = finite.to(stack.dtype)
     rates = taken * rate
     updates = stack.updates(item.members, step.update * rates[:, None])

@@ -205,6 +205,11 @@ class ResidualPolarTransport(SteppingOptimizer):
 
     def _check_edited_groups(self) -> None:
         """Validate groups whose options were assigned since they were last looked at."""
+        if len({bool(group["capturable"]) for group in self.param_groups}) > 1:
+            raise ValueError(
+                "parameter groups differ in capturable: one step serves all groups; give all the same, "
+                "or use two optimizers"
+            )
         for g, group in enumerate(self.param_groups):
             # The rate changes at every step of a schedule, and no value of it is dangerous.
             seen = tuple(group[name] for name in OPTIONS if name != "lr")

@@ -102,7 +102,7 @@ class Stack:
     ) -> None:
         self.parameters = list(parameters)
         self.capturable = capturable
-        # Steps that this process has run, from the youngest member's on.
+        # Steps since the youngest member's roots began; counted for capturable stacks only.
         self.age: int | None = None
         self._constants: dict[tuple[Any, ...], Tensor] = {}
         self.ordinals = list(ordinals)
@@ -239,9 +239,12 @@ class Stack:
             value = record.setdefault(key, start)
             if isinstance(value, Tensor):  # from a capturable optimizer's checkpoint
                 record[key] = type(start)(value.item())
-        # Read once, when the stack is built.
-        step = int(record["step"])
-        self.age = step if self.age is None else min(self.age, step)
+        if self.capturable:
+            # Read once, when the stack is built. Without roots a matrix is as young as can be.
+            step = int(record["step"])
+            if self.is_matrix:
+                step = step - int(record["metric_start"]) if int(record["last_root_step"]) else 0
+            self.age = step if self.age is None else min(self.age, step)
 
     def gradients(
         self,

@@ -33,7 +33,8 @@ class ParameterTelemetry:
         gradient_alignment: cosine of the applied update with the gradient.
         root_age: steps since its roots were recomputed; 0 for vectors.
         root_refreshes: how often they were.
-        root_condition: largest over smallest eigenvalue of the metric at that time.
+        root_condition: largest over smallest eigenvalue of the metric at that time; an upper bound of it
+            from a capturable optimizer.
         root_failures: decompositions that failed and left the previous root.
         observations: steps that brought an observation.
         skipped: steps skipped for a non-finite gradient.

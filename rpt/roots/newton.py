@@ -13,6 +13,9 @@ classical iteration needs about 20 and 12.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -44,6 +47,31 @@ _TO_QUARTER: Steps = (
 )
 
 
+def smallest(size: int, dtype: torch.dtype) -> float:
+    """The share of the largest eigenvalue that the floor is at least.
+
+    The coefficients reach down to 1e-6; products of long rows in float32 err by more than that.
+    """
+    return max(2e-6, 4.0 * torch.finfo(dtype).eps * size**0.5)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products in float32 proper: with TF32's 10 bits the iteration does not converge."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set through the newer interface, which this one refuses to describe
+        before = "highest"
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def _coupled(matrix: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     """(B^1/2, B^-1/2) of symmetric matrices with eigenvalues in (0, 1], (b, n, n)."""
     root, inverse = matrix, matrix
@@ -68,7 +96,8 @@ def newton_inverse_root(
     """(A + floor·I)^-1/4, floor = ridge · mean eigenvalue + absolute, without decomposition or host read.
 
     Where `inverse_root` raises eigenvalues to the floor, this adds it to them: at the floor itself the
-    root is 16 % smaller, an eigenvalue ten times the floor's differs by 2 %.
+    root is 16 % smaller, an eigenvalue ten times the floor's differs by 2 %. The floor is at least
+    `smallest` of the largest eigenvalue, which counts where few directions of a long side hold everything.
 
     Args:
         matrix: symmetric positive semidefinite, (b, n, n), float32 or float64.
@@ -79,19 +108,28 @@ def newton_inverse_root(
     Returns:
         the roots; an upper bound of the condition; failed where a result is not finite.
     """
+    with _full_precision():
+        return _inverse_root(matrix, ridge, absolute, sizes)
+
+
+def _inverse_root(
+    matrix: Tensor, ridge: float, absolute: Tensor | float, sizes: Tensor | None
+) -> InverseRoot:
     size = matrix.shape[-1]
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
     floor = eigenvalue_floor(trace / (size if sizes is None else sizes), ridge, absolute)
-    lifted = matrix.clone()
-    lifted.diagonal(dim1=-2, dim2=-1).add_(floor[:, None])
-    # ‖B²‖_F^½ = (Σλ⁴)^¼ is at least the largest eigenvalue, and closer to it than the trace. B/trace
-    # first: squares of squares must stay in float32's range.
-    first = (trace + size * floor).reciprocal()
-    lifted = lifted * first[:, None, None]
-    bound = torch.linalg.vector_norm(torch.bmm(lifted, lifted).flatten(1), dim=1).sqrt()
+    # B = A over its trace: squares of squares must stay in float32's range.
+    scale = trace + floor
+    lifted = matrix / scale[:, None, None]
+    # ‖B²‖_F^½ = (Σλ⁴)^¼ is at least the largest eigenvalue, and closer to it than the trace.
+    top = torch.linalg.vector_norm(torch.bmm(lifted, lifted).flatten(1), dim=1).sqrt()
+    floor = torch.maximum(floor, smallest(size, matrix.dtype) * top * scale)
+    lifted.diagonal(dim1=-2, dim2=-1).add_((floor / scale)[:, None])
+    # An eigenvalue above the bound by 1e-5 is thrown a little further off in every step, until it is lost.
+    bound = 1.01 * top + floor / scale
     half, _ = _coupled(lifted / bound[:, None, None], _TO_HALF)
     _, root = _coupled(half, _TO_QUARTER)
-    scale = bound / first
+    scale = bound * scale
     root = root * scale.pow(-0.25)[:, None, None]
     failed = ~root.isfinite().all(-1).all(-1)
     return InverseRoot(root, scale / floor, failed)

@@ -259,10 +259,56 @@ def test_due_rows_takes_missing_outgrown_and_overdue_roots_first():
     step, longest = torch.full((5,), 90.0), torch.tensor([50.0, 25.0, 50.0, 25.0, 50.0])
     last = torch.tensor([60.0, 60.0, 0.0, 85.0, 88.0])
     outgrown = torch.tensor([False, False, False, False, True])
-    assert set(due_rows(step, last, longest, outgrown, 2).tolist()) == {2, 4}
-    assert set(due_rows(step, last, longest, outgrown, 3).tolist()) == {1, 2, 4}
-    young = due_rows(torch.full((5,), 9.0), last.new_full((5,), 8.0), longest, outgrown, 1)
+    able = torch.ones(5, dtype=torch.bool)
+    assert set(due_rows(step, last, longest, outgrown, able, 2).tolist()) == {2, 4}
+    assert set(due_rows(step, last, longest, outgrown, able, 3).tolist()) == {1, 2, 4}
+    young = due_rows(torch.full((5,), 9.0), last.new_full((5,), 8.0), longest, outgrown, able, 1)
     assert young.tolist() == [4]
+    able[2] = able[4] = False
+    assert due_rows(step, last, longest, outgrown, able, 1).tolist() == [1]
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_a_dead_matrix_does_not_take_the_turns_of_the_others(value):
+    dead, live = (nn.Parameter(torch.randn(96, 80)) for _ in range(2))
+    optimizer = build([dead, live])
+    for step in range(YOUNG + 25):
+        feed([dead, live], [torch.full((96, 80), value), gradients(step, [live])[0]])
+        optimizer.step()
+    entries = list(optimizer.telemetry()["parameters"].values())
+    assert entries[1]["root_age"] == 0
+    assert entries[1]["root_refreshes"] == YOUNG + 25
+
+
+def test_groups_edited_apart_are_refused_before_any_change():
+    one, two = model()[:2]
+    optimizer = build([{"params": [one]}, {"params": [two]}], capturable=False)
+    feed([one, two], gradients(0, [one, two]))
+    optimizer.step()
+    before = one.detach().clone()
+    optimizer.param_groups[0]["capturable"] = True
+    with pytest.raises(ValueError, match="use two optimizers"):
+        optimizer.step()
+    assert torch.equal(one, before)
+
+
+def test_a_new_metric_is_young_again():
+    parameters = model()[:3]
+    optimizer = build(parameters, roots="blocked(block_size=32)")
+    for step in range(YOUNG + 4):
+        feed(parameters, gradients(step, parameters))
+        if step == YOUNG + 2:
+            optimizer.param_groups[0]["roots"] = "full"
+        optimizer.step()
+    assert all(int(optimizer.state[p]["last_root_step"]) == YOUNG + 4 for p in parameters)
+
+
+def test_a_rate_of_any_one_element_shape():
+    parameters = model()
+    optimizer = build(parameters, lr=torch.tensor([[1e-2]], dtype=torch.float64))
+    feed(parameters, gradients(0, parameters))
+    optimizer.step()
+    assert all(p.isfinite().all() for p in parameters)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
