@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .engine import OUTGROWN, StackWork, group_gain, observe, sort_into_stacks
+from .engine import OUTGROWN, StackWork, group_gain, observe, sort_into_stacks, step_size
 from .manifold import manifold_of
 from .ownership import Live, Outcome, SingleProcess, StepSize, apply_updates, largest_entries
 from .update import Members, Step, spread, take_step
@@ -167,8 +167,7 @@ def _advance(item: StackWork, ranks: Sequence[Tensor | None]) -> tuple[Step, Ten
     gradient.masked_fill_(~finite[:, None], 0.0)
     state["step"] += 1
     members = _members(item, finite)
-    sizes = stack.sizes if item.index is None else stack.sizes[item.index]
-    task = take_step(state, gradient, sizes, stack.layout, stack.backend, members, rule)
+    task = take_step(state, gradient, item.sizes, stack.layout, stack.backend, members, rule)
     try:
         next(task)
     except StopIteration as stop:
@@ -203,15 +202,12 @@ def _members(item: StackWork, finite: Tensor) -> Members:
             count = math.ceil(count / max(1.0, _ROUND * rule.max_root_staleness))
         able = finite & (state["unit"] > 0)
         chosen = due_rows(state["step"], state["last_root_step"], longest, outgrown, able, count)
-    shapes = stack.shapes
-    if shapes is not None and item.index is not None:
-        shapes = shapes[item.index]
     return Members(
         steps=state["step"],
         metric_steps=metric_steps,
         units=state["unit"],
         shaped=True,
-        shapes=shapes,
+        shapes=item.shapes,
         chosen=chosen,
     )
 
@@ -230,13 +226,7 @@ def _count_refreshes(state: Mapping[str, Tensor], chosen: Tensor) -> None:
 def _apply(item: StackWork, step: Step, finite: Tensor) -> None:
     """W <- decay · W - rate · u where the gradient was finite."""
     group, stack = item.group, item.stack
-    rate = group["lr"]
-    if isinstance(rate, Tensor):
-        rate = rate.reshape(()).to(stack.dtype)
-    if group["gain_rate"]:
-        rate = rate * group["gain"].to(stack.dtype)
-    taken = finite.to(stack.dtype)
-    rates = taken * rate
+    rates = finite.to(stack.dtype) * step_size(group, stack.device, stack.dtype).rate
     updates = stack.updates(item.members, step.update * rates[:, None])
     decay: Any = 1.0
     if group["weight_decay"]:

@@ -70,6 +70,17 @@ class StackWork:
     def parameters(self) -> list[Tensor]:
         return [self.stack.parameters[i] for i in self.members]
 
+    @property
+    def sizes(self) -> Tensor:
+        """Number of entries of each, (k, 1)."""
+        return self.stack.sizes if self.index is None else self.stack.sizes[self.index]
+
+    @property
+    def shapes(self) -> Tensor | None:
+        """True (rows, cols) where the stack is padded, (k, 2)."""
+        shapes = self.stack.shapes
+        return shapes if shapes is None or self.index is None else shapes[self.index]
+
 
 def sort_into_stacks(
     live: Sequence[tuple[int, Tensor, Tensor]],
@@ -162,14 +173,13 @@ def _start(
         ],
         units=[r["unit"] for r in records],
         positions=[stack.ordinals[i] for i in item.members],
-        shapes=stack.shapes
-        if item.index is None or stack.shapes is None
-        else stack.shapes[item.index],
+        shapes=item.shapes,
         outgrown=[r["peak"] > OUTGROWN * r.get("root_peak", math.inf) for r in records],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )
-    sizes = stack.sizes if item.index is None else stack.sizes[item.index]
-    return take_step(item.working, gradient, sizes, stack.layout, stack.backend, members, item.rule)
+    return take_step(
+        item.working, gradient, item.sizes, stack.layout, stack.backend, members, item.rule
+    )
 
 
 def observe(item: StackWork, ranks: Sequence[Tensor | None]) -> Tensor | None:

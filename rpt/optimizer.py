@@ -16,6 +16,7 @@ from .options import (
     IMPLEMENTATION_KEYWORDS,
     OPTIONS,
     adamw_keywords,
+    agree_on_capturable,
     complete_group,
     validate_capturable,
     validate_options,
@@ -184,12 +185,7 @@ class ResidualPolarTransport(SteppingOptimizer):
             adamw_keywords({k: v for k, v in explicit.items() if k in IMPLEMENTATION_KEYWORDS})
             complete_group(param_group, self.defaults)
             self._validate(param_group, where)
-            for other in self.param_groups[:1]:
-                if param_group["capturable"] != other["capturable"]:
-                    raise ValueError(
-                        f"{where}: capturable={param_group['capturable']!r} differs from group 0: one "
-                        "step serves all groups; give all the same, or use two optimizers"
-                    )
+            agree_on_capturable([*self.param_groups, param_group])
             param_group["roots"] = self._name_roots(param_group["roots"])
             param_group.setdefault("gain", torch.ones((), dtype=torch.float64))
         super().add_param_group(param_group)
@@ -205,11 +201,7 @@ class ResidualPolarTransport(SteppingOptimizer):
 
     def _check_edited_groups(self) -> None:
         """Validate groups whose options were assigned since they were last looked at."""
-        if len({bool(group["capturable"]) for group in self.param_groups}) > 1:
-            raise ValueError(
-                "parameter groups differ in capturable: one step serves all groups; give all the same, "
-                "or use two optimizers"
-            )
+        agree_on_capturable(self.param_groups)
         for g, group in enumerate(self.param_groups):
             # The rate changes at every step of a schedule, and no value of it is dangerous.
             seen = tuple(group[name] for name in OPTIONS if name != "lr")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "IMPLEMENTATION_KEYWORDS",
     "OPTIONS",
     "adamw_keywords",
+    "agree_on_capturable",
     "complete_group",
     "group_rule",
     "validate_capturable",
@@ -159,6 +160,19 @@ def validate_capturable(options: Mapping[str, Any], backend: RootBackend, where:
         raise ValueError(
             f"{where}: capturable=True needs roots made of matrix products, and {options['roots']!r} "
             'decomposes; pass roots="auto", "full", "blocked" or "none"'
+        )
+
+
+def agree_on_capturable(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups that differ in it.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if len({bool(group["capturable"]) for group in groups}) > 1:
+        raise ValueError(
+            "parameter groups differ in capturable: one step serves all groups; give all the same, or "
+            "use two optimizers"
         )
 
 

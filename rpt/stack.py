@@ -256,9 +256,8 @@ class Stack:
         shape = (len(members), self.rows * self.cols)
         if not self.ragged:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
-            if isinstance(divisors, Tensor):
-                pass
-            elif self.device.type == "cpu" and all(g.dtype == self.dtype for g in gradients):
+            at_once = self.device.type == "cpu" and not isinstance(divisors, Tensor)
+            if at_once and all(g.dtype == self.dtype for g in gradients):
                 # One pass over memory for both. A device prefers few launches.
                 for i, row, gradient, scale in zip(members, out, gradients, divisors, strict=True):
                     torch.div(gradient, scale, out=self.unpack(row, i))

@@ -110,10 +110,10 @@ def _same_rate(results: Results, suite: Suite) -> str:
         ours = dict(results.tuning(task, "rpt"))
         if not theirs or not ours:
             continue
-        rate = min(theirs, key=lambda r: theirs[r])
+        rate, own = results.rate(task, "adamw"), results.rate(task, "rpt")
+        assert rate is not None and own is not None  # both have runs
         lower = max((r for r in ours if r < 0.5 * rate), default=math.nan)
         cells = [x / theirs[rate] for x in (ours.get(rate, math.nan), ours.get(lower, math.nan))]
-        own = min(ours, key=lambda r: ours[r])
         rows.append((rate, *cells, task, theirs[rate], own))
     if not rows:
         return ""
