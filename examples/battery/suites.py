@@ -189,6 +189,7 @@ SUITES = {
         "dev", DEV, SUBSET, OTHERS,
         tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1), (0, 1),
     ),
+    "large": Suite("large", LARGE, (), (), (), (0,), (), (), ()),
     "full": Suite(
         "full", tuple(TASKS), (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
     ),

@@ -124,6 +124,12 @@ TASKS = [
         "gpt_char_constant", "constant rate", _small, 300,
         schedule="constant", evaluations=30, tail=3,
     ),
-    Task("gpt_char_large", "text", partial(_gpt, bpe=False, width=128, layers=4, batch=32), 600),
-    Task("gpt_bpe_large", "text", partial(_gpt, bpe=True, width=128, layers=4, batch=32), 600),
+    Task(
+        "gpt_char_large", "text", partial(_gpt, bpe=False, width=128, layers=4, batch=32), 600,
+        evaluations=30,
+    ),
+    Task(
+        "gpt_bpe_large", "text", partial(_gpt, bpe=True, width=128, layers=4, batch=32), 600,
+        evaluations=30,
+    ),
 ]  # fmt: skip
