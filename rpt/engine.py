@@ -13,6 +13,7 @@ from torch import Tensor
 from .gain import next_gain
 from .options import group_rule
 from .ownership import Outcome, Ownership, StepSize
+from .scalars import quiet
 from .stack import Stack
 from .update import (
     Members,
@@ -121,7 +122,8 @@ def advance(
     for item in batch:
         task = _start(item, state, ranks, global_rank)
         try:
-            waiting.append((item, task, next(task)))
+            with quiet():
+                waiting.append((item, task, next(task)))
         except StopIteration as stop:
             item.step = stop.value
     if not waiting:
@@ -132,7 +134,8 @@ def advance(
     for item, task, drift in waiting:
         mine, numbers = numbers[: len(drift)], numbers[len(drift) :]
         try:
-            task.send(mine)
+            with quiet():
+                task.send(mine)
         except StopIteration as stop:
             item.step = stop.value
 

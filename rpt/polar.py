@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .scalars import Scalars, as_scalars, as_tensor, at_least, choose
+
 __all__ = ["Schedule", "polar_factor", "polar_schedule", "polar_share"]
 
 Coefficients = tuple[float, float, float]
@@ -69,7 +71,7 @@ def polar_schedule(name: str, steps: int) -> Schedule:
     return Schedule(chosen + (_FINAL,) * (steps - len(chosen)), tight=True)
 
 
-def polar_factor(matrix: Tensor, schedule: Schedule) -> Tensor:
+def polar_factor(matrix: Tensor, schedule: Schedule, host_reads: bool = False) -> Tensor:
     """Approximate the polar factor U Vᵀ of each matrix U S Vᵀ.
 
     All steps are polynomials in the Gram matrix of the shorter side, which is formed once: a matrix
@@ -78,6 +80,7 @@ def polar_factor(matrix: Tensor, schedule: Schedule) -> Tensor:
     Args:
         matrix: (b, rows, cols), float32 or float64.
         schedule: coefficients and start.
+        host_reads: whether the lengths may be arrays (`rpt.scalars`).
 
     Returns:
         (b, rows, cols), singular values near one, the zero matrix for a zero matrix.
@@ -93,12 +96,13 @@ def polar_factor(matrix: Tensor, schedule: Schedule) -> Tensor:
     square = torch.bmm(gram, gram)
     if schedule.tight:
         # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm.
-        scale = _lengths(square).clamp_min(1e-30).rsqrt()
-        inverse = scale.sqrt()
+        scale = at_least(_lengths(square, host_reads), 1e-30) ** -0.5
+        start = scale**0.5
     else:
-        inverse = _lengths(x).clamp_min(1e-7).reciprocal()
-        scale = inverse.square()
-    gram, square = gram * scale, square * scale.square()
+        start = 1.0 / at_least(_lengths(x, host_reads), 1e-7)
+        scale = start * start
+    inverse = as_tensor(start)
+    gram, square = gram.mul_(as_tensor(scale)), square.mul_(as_tensor(scale * scale))
     factor: Tensor | None = None
     for i, (a, b, c) in enumerate(schedule.steps):
         if i:
@@ -127,7 +131,7 @@ def polar_share(
     weight: Tensor,
     schedule: Schedule,
     transport_eps: float,
-    host_reads: bool = True,
+    host_reads: bool = False,
 ) -> Tensor:
     """Mix each update with its norm-matched polar factor and restore the update's own length.
 
@@ -139,30 +143,30 @@ def polar_share(
         weight: α in [0, 1], (b,).
         schedule: of the polar factor.
         transport_eps: updates no longer than this are left alone.
-        host_reads: whether a value in the host's own memory may decide what is computed.
+        host_reads: whether the numbers may be arrays, and decide what is computed.
 
     Returns:
         (b, rows, cols). Rows with α = 0 come back unchanged, bit for bit.
     """
-    weight = weight.to(update.dtype).view(-1, 1, 1)
-    length = _lengths(update)
+    length = _lengths(update, host_reads)
     # Where nothing is to be shaped the coefficients become 1, 0 and 1: unchanged, bit for bit.
-    weight = weight * (length > transport_eps)
-    factor = polar_factor(update, schedule)
-    share = weight * length * _reciprocal(_lengths(factor))
+    alpha = as_scalars(weight.to(update.dtype).view(-1, 1, 1), host_reads) * (length > transport_eps)
+    factor = polar_factor(update, schedule, host_reads)
+    factor.mul_(as_tensor(alpha * length * _reciprocal(_lengths(factor, host_reads))))
     # Reading the host's own memory costs nothing, and the weight is 1 until something is observed.
-    if host_reads and weight.device.type == "cpu" and bool((weight == 1.0).all()):
-        return factor.mul_(share)
-    blend = factor.mul_(share).addcmul_(update, 1.0 - weight)
-    restore = (length * _reciprocal(_lengths(blend))).masked_fill_(weight == 0, 1.0)
-    return blend.mul_(restore)
+    if not isinstance(alpha, Tensor) and (alpha == 1.0).all():
+        return factor
+    blend = factor.addcmul_(update, as_tensor(1.0 - alpha))
+    restore = choose(alpha == 0, 1.0, length * _reciprocal(_lengths(blend, host_reads)))
+    return blend.mul_(as_tensor(restore))
 
 
-def _lengths(matrix: Tensor) -> Tensor:
+def _lengths(matrix: Tensor, host_reads: bool) -> Scalars:
     """Frobenius norms, (b, 1, 1)."""
-    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return as_scalars(torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True), host_reads)
 
 
-def _reciprocal(length: Tensor) -> Tensor:
+def _reciprocal(length: Scalars) -> Scalars:
     """1/‖·‖, and 0 for a zero matrix."""
-    return length.reciprocal().masked_fill_(length == 0, 0.0)
+    held = length > 0
+    return held / choose(held, length, 1.0)

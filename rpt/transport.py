@@ -1,7 +1,7 @@
 """Momentum carried by the minimum rotation between live requests, axial closure, and the certificate.
 
 Pure functions over a stack of `b` parameters, each flattened to `n` entries: tensors are (b, n),
-per-parameter scalars are (b, 1). Zero padding at the end of a row changes no result, because
+per-parameter scalars are (b, 1), arrays or tensors (`rpt.scalars`). Zero padding at the end of a row changes no result, because
 everything here is an inner product or a linear combination.
 
 Source: the RPT guide, "Transport remains the default update".
@@ -9,10 +9,13 @@ Source: the RPT guide, "Transport remains the default update".
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .scalars import Scalars, as_scalars, as_tensor, at_least, at_most, choose
 
 __all__ = [
     "Carried",
@@ -42,12 +45,12 @@ class Frame(NamedTuple):
         live: whether n > `transport_eps`, bool.
     """
 
-    length: Tensor
-    inverse: Tensor
-    coherence: Tensor
-    confidence: Tensor
-    compared: Tensor
-    live: Tensor
+    length: Scalars
+    inverse: Scalars
+    coherence: Scalars
+    confidence: Scalars
+    compared: Scalars
+    live: Scalars
 
 
 class Carried(NamedTuple):
@@ -61,7 +64,7 @@ class Carried(NamedTuple):
 
     momentum: Tensor
     update: Tensor
-    closing: Tensor
+    closing: Scalars
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -75,37 +78,45 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
-def live_frame(request: Tensor, stored: Tensor, held: Tensor, transport_eps: float) -> Frame:
+def live_frame(
+    request: Tensor,
+    stored: Tensor,
+    held: Scalars,
+    transport_eps: float,
+    host_reads: bool = False,
+) -> Frame:
     """Compare the request's direction with the stored frame.
 
     Args:
         request: P, (b, n).
         stored: h₋, (b, n).
-        held: whether a frame is stored, bool (b, 1).
+        held: whether a frame is stored, bool (b, 1), an array where the host may read.
         transport_eps: τ.
+        host_reads: whether the numbers may be arrays.
     """
-    length = norm(request)
+    length = as_scalars(norm(request), host_reads)
     live = length > transport_eps
-    inverse = length.reciprocal().masked_fill_(~live, 0.0)
+    inverse = live / choose(live, length, 1.0)
     compared = live & held
-    cosine = (dot(stored, request) * inverse).clamp_(-1.0, 1.0)
-    coherence = cosine.masked_fill_(~compared, 1.0)
-    confidence = coherence.clamp_min(0.0).mul_(live)
+    cosine = as_scalars(dot(stored, request), host_reads) * inverse
+    coherence = choose(compared, at_most(at_least(cosine, -1.0), 1.0), 1.0)
+    confidence = at_least(coherence, 0.0) * live
     return Frame(length, inverse, coherence, confidence, compared, live)
 
 
-def store_frame(stored: Tensor, request: Tensor, frame: Frame, host_reads: bool = True) -> None:
+def store_frame(stored: Tensor, request: Tensor, frame: Frame) -> None:
     """h₋ <- P/‖P‖ in place; the stored frame stays where the request vanished."""
-    # Reading the host's own memory costs nothing, and a copy of the large tensor is saved.
-    if host_reads and stored.device.type == "cpu" and bool(frame.live.all()):
-        torch.mul(request, frame.inverse, out=stored)
+    inverse = as_tensor(frame.inverse)
+    # Read where it costs nothing: a copy of the large tensor is saved.
+    if inverse is not frame.inverse and frame.live.all():
+        torch.mul(request, inverse, out=stored)
     else:
-        stored.mul_(~frame.live).addcmul_(request, frame.inverse)
+        stored.mul_(as_tensor(~frame.live)).addcmul_(request, inverse)
 
 
 def rotation(
-    along_old: Tensor, along_new: Tensor, frame: Frame, transport_eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    along_old: Scalars, along_new: Scalars, frame: Frame, transport_eps: float
+) -> tuple[Scalars, Scalars, Scalars]:
     """Carry the momentum into the live frame: coefficients on (m, h₋, h), each (b, 1).
 
     The minimum rotation that takes h₋ to h is, with a = ⟨m,h₋⟩ and z = m - a h₋,
@@ -123,8 +134,9 @@ def rotation(
         transport_eps: τ.
     """
     q, rho = frame.coherence, frame.confidence
-    turns = frame.compared & (1.0 + q > transport_eps)
-    tilt = (along_new - along_old * q) / (1.0 + q).clamp_min(transport_eps)
+    opening = 1.0 + q
+    turns = frame.compared & (opening > transport_eps)
+    tilt = (along_new - along_old * q) / at_least(opening, transport_eps)
     on_old = -(along_old + tilt)
     on_new = along_old - tilt
     forward = along_new + on_old * q + on_new
@@ -145,7 +157,7 @@ def carry(
     frame: Frame,
     *,
     beta1: float,
-    correction: Tensor | float,
+    correction: Scalars | float,
     transport_eps: float,
     transport: bool = True,
     closure: bool = True,
@@ -169,45 +181,56 @@ def carry(
         transport: False leaves the momentum where it was.
         closure: False leaves plain bias-corrected momentum, u = m̂.
     """
-    along = dot(momentum, request) * frame.inverse
+    host_reads = not isinstance(frame.length, Tensor)
+
+    def along_rows(x: Tensor) -> Scalars:
+        return as_scalars(dot(momentum, x), host_reads)
+
+    along = along_rows(request) * frame.inverse
     if transport:
-        on_m, on_old, on_new = rotation(dot(momentum, stored), along, frame, transport_eps)
+        on_m, on_old, on_new = rotation(along_rows(stored), along, frame, transport_eps)
         on_m, on_old, on_new = beta1 * on_m, beta1 * on_old, beta1 * on_new
         # ⟨m,h⟩ of the carried momentum follows from the coefficients: no large tensor is read again.
         along = on_m * along + on_old * frame.coherence + on_new
-        momentum.mul_(on_m).addcmul_(stored, on_old)
-        momentum.addcmul_(request, on_new * frame.inverse + (1.0 - beta1))
+        momentum.mul_(as_tensor(on_m)).addcmul_(stored, as_tensor(on_old))
+        momentum.addcmul_(request, as_tensor(on_new * frame.inverse + (1.0 - beta1)))
     else:
         along = beta1 * along
         momentum.lerp_(request, 1.0 - beta1)
     along = along + (1.0 - beta1) * frame.length
     if not closure:
-        return Carried(momentum, momentum / correction, torch.zeros_like(frame.length))
+        return Carried(momentum, momentum / as_tensor(correction), frame.confidence * 0.0)
     closing = frame.confidence * beta1 * (frame.length - along / correction)
-    update = momentum * (beta1 / correction)
-    update.addcmul_(request, closing * frame.inverse + (1.0 - beta1))
+    update = momentum * as_tensor(beta1 / correction)
+    update.addcmul_(request, as_tensor(closing * frame.inverse + (1.0 - beta1)))
     return Carried(momentum, update, closing)
 
 
 def certificate(
-    update: Tensor, gradient: Tensor, host_reads: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+    update: Tensor, gradient: Tensor, host_reads: bool = False
+) -> tuple[Tensor, Scalars, Scalars]:
     """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0; 0 if only rounding is left.
 
     Inner products run in float64 on the gradient divided by its largest entry, so that neither its
     scale nor cancellation in float32 decides.
 
+    Args:
+        update: u, (b, n).
+        gradient: G, (b, n).
+        host_reads: whether the numbers may be arrays, and decide what is computed.
+
     Returns:
         the certified update, (b, n), its length, (b, 1), and its cosine with the gradient, (b, 1), 1
         where either is zero.
     """
-    length = norm(update)
-    lengths = length * norm(gradient)
-    if host_reads and update.dtype == torch.float32 and update.device.type == "cpu":
+    size = norm(update)
+    length = as_scalars(size, host_reads)
+    if length is not size and update.dtype == torch.float32:
         # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
         # Lengths too small for a product in float32 give a cosine too small to pass.
-        alignment = dot(update, gradient) / lengths.clamp_min(1e-30)
-        if bool((alignment > 1e-3).all()):
+        lengths = at_least(length * as_scalars(norm(gradient), True), 1e-30)
+        alignment = as_scalars(dot(update, gradient), True) / lengths
+        if (alignment > 1e-3).all():
             return update, length, alignment
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
     wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
@@ -216,14 +239,14 @@ def certificate(
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
     certified = (update.double() - excess * wide).to(update.dtype)
     # Of an update that lay against the gradient nothing is left but rounding: no direction to follow.
-    certified = certified * (norm(certified) > _ROUNDING * length)
-    length = norm(certified)
-    lengths = length.double() * squared.sqrt()
-    alignment = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0)
-    return certified, length, alignment.to(update.dtype)
+    certified = certified * (norm(certified) > _ROUNDING * size)
+    size = norm(certified)
+    lengths = size.double() * squared.sqrt()
+    cosine = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0).to(update.dtype)
+    return certified, as_scalars(size, host_reads), as_scalars(cosine, host_reads)
 
 
-def rescale_to_rms(update: Tensor, length: Tensor, rms: float, size: Tensor) -> Tensor:
+def rescale_to_rms(update: Tensor, length: Scalars, rms: float, size: Scalars) -> Tensor:
     """Give every row the root mean square `rms` over its `size` true entries; a zero row stays zero.
 
     A row of one entry keeps its length: there is nothing to spread, and a fixed length would leave
@@ -235,5 +258,5 @@ def rescale_to_rms(update: Tensor, length: Tensor, rms: float, size: Tensor) -> 
         rms: the target, in units of the learning rate.
         size: number of entries behind each row without padding, (b, 1).
     """
-    target = torch.where(size > 1, rms * size.sqrt(), length)
-    return update.mul_(target / torch.where(length > 0, length, torch.inf))
+    target = choose(size > 1, rms * size**0.5, length)
+    return update.mul_(as_tensor(target / choose(length > 0, length, math.inf)))

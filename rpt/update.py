@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .polar import Schedule, polar_share
 from .roots import Damping, RootBackend
+from .scalars import Scalars, as_scalars, as_tensor, choose, write_columns
 from .stack import HELD, MEASURED, METRIC
 from .transport import carry, certificate, live_frame, rescale_to_rms, store_frame
 
@@ -125,11 +126,12 @@ def take_step(
         rule: the numbers.
     """
     correction2 = _correction(rule.beta2, members.metric_steps, gradient)
+    host_reads = rule.host_reads and gradient.device.type == "cpu"
     refreshed: list[int] = []
     failed: Tensor | None = None
     if backend is None:
         request = vector_request(
-            state["second_moment"], gradient, sizes, correction2, members, rule
+            state["second_moment"], gradient, sizes, correction2, members, rule, host_reads
         )
     else:
         tall = layout[0] > layout[1]
@@ -157,20 +159,21 @@ def take_step(
         request = backend.apply(metric, matrices)
         request = (request.mT if tall else request).reshape(gradient.shape)
 
-    stored = state["frame"]
-    frame = live_frame(request, stored, state[MEASURED][:, HELD:] > 0, rule.transport_eps)
+    stored, measured = state["frame"], as_scalars(state[MEASURED], host_reads)
+    frame = live_frame(request, stored, measured[:, HELD:] > 0, rule.transport_eps, host_reads)
+    correction1 = _correction(rule.beta1, members.steps, gradient)
     carried = carry(
         state["momentum"],
         stored,
         request,
         frame,
         beta1=rule.beta1,
-        correction=_correction(rule.beta1, members.steps, gradient)[:, None],
+        correction=as_scalars(correction1[:, None], host_reads),
         transport_eps=rule.transport_eps,
         transport=rule.transport,
         closure=rule.closure,
     )
-    store_frame(stored, request, frame, rule.host_reads)
+    store_frame(stored, request, frame)
     update = carried.update
     if backend is not None and members.shaped:
         update = polar_share(
@@ -178,16 +181,18 @@ def take_step(
             state["polar_weight"],
             rule.polar_schedule,
             rule.transport_eps,
-            rule.host_reads,
+            host_reads,
         ).reshape(gradient.shape)
-    update, length, alignment = certificate(update, gradient, rule.host_reads)
-    closing = (carried.closing * frame.inverse).abs_()
-    held = state[MEASURED][:, HELD:].logical_or(frame.live).to(alignment)
-    measured = (frame.confidence, frame.coherence, closing, alignment, held)
-    state[MEASURED].copy_(torch.cat(measured, dim=1))
+    update, length, alignment = certificate(update, gradient, host_reads)
+    closing = abs(carried.closing * frame.inverse)
+    held = (measured[:, HELD:] > 0) | frame.live
+    columns = (frame.confidence, frame.coherence, closing, alignment, held)
+    write_columns(state[MEASURED], columns)
     if rule.update_rms is not None:
+        sizes = as_scalars(sizes, host_reads)
         update = rescale_to_rms(update, length, rule.update_rms, sizes)
-    return Step(update, frame.coherence[:, 0], frame.compared[:, 0], refreshed, failed)
+    coherence, compared = as_tensor(frame.coherence[:, 0]), as_tensor(frame.compared[:, 0])
+    return Step(update, coherence, compared, refreshed, failed)
 
 
 def next_unit(unit: float, peak: float) -> float:
@@ -247,14 +252,16 @@ def vector_request(
     correction: Tensor,
     members: Members,
     rule: Rule,
+    host_reads: bool,
 ) -> Tensor:
     """P = G / (√v̂ + ε) with v the running mean of G²: one scalar, so no coordinate is privileged."""
-    square = torch.linalg.vector_norm(gradient, dim=-1).square_().div_(sizes[:, 0])
-    moment.lerp_(square, 1.0 - rule.beta2)
-    scale = (moment / correction).sqrt_()
+    lengths = as_scalars(torch.linalg.vector_norm(gradient, dim=-1), host_reads)
+    mean = as_scalars(moment, host_reads)
+    mean += (lengths * lengths / as_scalars(sizes[:, 0], host_reads) - mean) * (1.0 - rule.beta2)
+    scale: Scalars = (mean / as_scalars(correction, host_reads)) ** 0.5
     if rule.eps:
-        scale += _absolute(rule.eps, members.units, scale)
-    return gradient / scale.masked_fill_(scale == 0, 1.0)[:, None]
+        scale = scale + as_scalars(_absolute(rule.eps, members.units, moment), host_reads)
+    return gradient / as_tensor(choose(scale == 0, 1.0, scale))[:, None]
 
 
 def update_polar_weight(
