@@ -152,7 +152,7 @@ def _advance(item: StackWork, ranks: Sequence[Tensor | None]) -> tuple[Step, Ten
     peak = torch.where(finite, peak, 0.0)
     before = {key: value.clone() for key, value in state.items()}
 
-    if stack.is_matrix and (seen := observe(item, ranks)) is not None:
+    if stack.matrices and (seen := observe(item, ranks)) is not None:
         state["observations"] += seen
     # Forgotten as fast as the covariance forgets.
     torch.maximum(peak, state["peak"] * math.sqrt(rule.beta2), out=state["peak"])
@@ -191,7 +191,7 @@ def _advance(item: StackWork, ranks: Sequence[Tensor | None]) -> tuple[Step, Ten
 def _members(item: StackWork, finite: Tensor) -> Members:
     stack, state, rule = item.stack, item.working, item.rule
     metric_steps, chosen = state["step"], None
-    if stack.is_matrix:
+    if stack.matrices:
         metric_steps = state["step"] - state["metric_start"]
         shares = [spread(stack.ordinals[i]) for i in item.members]
         longest = rule.max_root_staleness * stack.constant(*shares, dtype=torch.float64)
@@ -207,6 +207,7 @@ def _members(item: StackWork, finite: Tensor) -> Members:
         metric_steps=metric_steps,
         units=state["unit"],
         shaped=True,
+        matrices=item.matrices,
         shapes=item.shapes,
         chosen=chosen,
     )

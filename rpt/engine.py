@@ -14,7 +14,7 @@ from .gain import next_gain
 from .options import group_rule
 from .ownership import Outcome, Ownership, StepSize
 from .scalars import quiet
-from .stack import Stack
+from .stack import Rows, Stack
 from .update import (
     Members,
     Rule,
@@ -47,7 +47,7 @@ class StackWork:
 
     Attributes:
         stack: the stack.
-        members: positions in it of the parameters that have a gradient.
+        members: positions in it of the parameters that have a gradient; those of matrices come first.
         gradients: their gradients.
         peaks: largest absolute entry of each.
         group: their parameter group.
@@ -64,7 +64,7 @@ class StackWork:
     group: dict[str, Any]
     rule: Rule
     working: dict[str, Tensor] = field(default_factory=dict)
-    index: Tensor | None = None
+    index: Rows | None = None
     step: Step | None = None
 
     @property
@@ -72,15 +72,28 @@ class StackWork:
         return [self.stack.parameters[i] for i in self.members]
 
     @property
+    def matrices(self) -> int:
+        """How many of them are matrices."""
+        count = self.stack.matrices
+        return count if self.index is None else sum(i < count for i in self.members)
+
+    @property
     def sizes(self) -> Tensor:
         """Number of entries of each, (k, 1)."""
-        return self.stack.sizes if self.index is None else self.stack.sizes[self.index]
+        return self.stack.sizes if self.index is None else self.stack.sizes[self.index.all]
 
     @property
     def shapes(self) -> Tensor | None:
-        """True (rows, cols) where the stack is padded, (k, 2)."""
+        """True (rows, cols) of the matrices where the stack is padded, (matrices, 2)."""
         shapes = self.stack.shapes
-        return shapes if shapes is None or self.index is None else shapes[self.index]
+        return shapes if shapes is None or self.index is None else shapes[self.index.matrices]
+
+    def sort(self) -> None:
+        """By position: matrices first."""
+        order = sorted(range(len(self.members)), key=self.members.__getitem__)
+        self.members = [self.members[i] for i in order]
+        self.gradients = [self.gradients[i] for i in order]
+        self.peaks = [self.peaks[i] for i in order]
 
 
 def sort_into_stacks(
@@ -108,6 +121,9 @@ def sort_into_stacks(
         plan[id(stack)].members.append(position)
         plan[id(stack)].peaks.append(peak)
         plan[id(stack)].gradients.append(gradient)
+    for item in plan.values():
+        if item.stack.mixed:
+            item.sort()
     return list(plan.values())
 
 
@@ -162,23 +178,24 @@ def _start(
     if stack.dtype == torch.float64:
         divisors = [math.copysign(1.0, d) for d in divisors]
     gradient = stack.gradients(item.members, item.gradients, divisors)
-    if stack.is_matrix:
-        mine = [ranks.get(p, global_rank) for p in item.parameters]
+    matrices = records[: item.matrices]
+    if matrices:
+        mine = [ranks.get(p, global_rank) for p in item.parameters[: item.matrices]]
         observe(item, mine)
-        for record, rank in zip(records, mine, strict=True):
+        for record, rank in zip(matrices, mine, strict=True):
             record["observations"] += rank is not None
     members = Members(
+        matrices=len(matrices),
         steps=[r["step"] + 1 for r in records],
         metric_steps=[r["step"] + 1 - r.get("metric_start", 0) for r in records],
         root_ages=[
-            r["step"] + 1 - r["last_root_step"] if r.get("last_root_step") else None
-            for r in records
+            r["step"] + 1 - r["last_root_step"] if r["last_root_step"] else None for r in matrices
         ],
         units=[r["unit"] for r in records],
-        positions=[stack.ordinals[i] for i in item.members],
+        positions=[stack.ordinals[i] for i in item.members[: len(matrices)]],
         shapes=item.shapes,
-        outgrown=[r["peak"] > OUTGROWN * r.get("root_peak", math.inf) for r in records],
-        shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
+        outgrown=[r["peak"] > OUTGROWN * r["root_peak"] for r in matrices],
+        shaped=group["polar_prior"] > 0 or any(r["observations"] for r in matrices),
     )
     return take_step(
         item.working, gradient, item.sizes, stack.layout, stack.backend, members, item.rule
@@ -186,10 +203,11 @@ def _start(
 
 
 def observe(item: StackWork, ranks: Sequence[Tensor | None]) -> Tensor | None:
-    """Let observations move the polar weights of a stack of matrices; which were there, bool (k,)."""
+    """Let observations move the polar weights of a stack's matrices; which were there, bool (k,)."""
     if all(rank is None for rank in ranks):
         return None
-    weight, stored = item.working["polar_weight"], item.working["residual_entropy_rank"]
+    keys = ("polar_weight", "residual_entropy_rank")
+    weight, stored = (item.working[key][: len(ranks)] for key in keys)
     nothing = weight.new_full((), float("nan"))
     rank = torch.stack([nothing if r is None else r.to(weight) for r in ranks])
     beta, release = item.rule.polar_beta, item.rule.polar_release_beta

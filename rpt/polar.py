@@ -150,7 +150,9 @@ def polar_share(
     """
     length = _lengths(update, host_reads)
     # Where nothing is to be shaped the coefficients become 1, 0 and 1: unchanged, bit for bit.
-    alpha = as_scalars(weight.to(update.dtype).view(-1, 1, 1), host_reads) * (length > transport_eps)
+    alpha = as_scalars(weight.to(update.dtype).view(-1, 1, 1), host_reads) * (
+        length > transport_eps
+    )
     factor = polar_factor(update, schedule, host_reads)
     factor.mul_(as_tensor(alpha * length * _reciprocal(_lengths(factor, host_reads))))
     # Reading the host's own memory costs nothing, and the weight is 1 until something is observed.

@@ -16,7 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Scalars", "as_scalars", "as_tensor", "at_least", "at_most", "choose", "quiet", "write_columns"]
+__all__ = [
+    "Scalars",
+    "as_scalars",
+    "as_tensor",
+    "at_least",
+    "at_most",
+    "choose",
+    "quiet",
+    "write_columns",
+]
 
 # np.ndarray | Tensor: no common type describes what both can do.
 Scalars = Any

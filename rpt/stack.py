@@ -9,7 +9,7 @@ sees them, and a network of many tiny tensors takes a few batched operations ins
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ __all__ = [
     "HELD",
     "MEASURED",
     "METRIC",
+    "Rows",
     "Stack",
     "compute_dtype",
     "matrix_shape",
@@ -68,12 +69,37 @@ def padded_shape(rows: int, cols: int, backend: RootBackend, dtype: torch.dtype)
     return (shared, SMALL_SIDE) if backend.pads(shared, SMALL_SIDE) else (rows, cols)
 
 
+# What only matrices have, and what only vectors have, among the entries of a stack.
+_MATRIX_ONLY = (METRIC, "root_", "last_root_step", "metric_start")
+_VECTOR_ONLY = ("second_moment",)
+
+
+class Rows(NamedTuple):
+    """Some members of a stack as index tensors, int64.
+
+    Attributes:
+        all: where they are in what every member has.
+        matrices: those of matrices, in what only matrices have.
+        vectors: those of vectors, in what only vectors have.
+    """
+
+    all: Tensor
+    matrices: Tensor
+    vectors: Tensor
+
+    def of(self, key: str) -> Tensor:
+        """The rows of a tensor of the stack."""
+        if key.startswith(_MATRIX_ONLY):
+            return self.matrices
+        return self.vectors if key.startswith(_VECTOR_ONLY) else self.all
+
+
 class Stack:
     """State of `b` parameters of one shape, in tensors whose first dimension is the stack.
 
     Args:
-        parameters: the members: matrices of one `padded_shape`, or vectors.
-        backend: the metric of a stack of matrices; None makes a stack of vectors.
+        parameters: the members: matrices of one stack shape, then vectors no longer than one of them.
+        backend: the metric of the matrices; None for a stack of vectors alone.
         dtype: the working dtype.
         device: where the state lives.
         polar_prior: the polar weight of matrices that no observation has reached.
@@ -86,6 +112,7 @@ class Stack:
     Attributes:
         layout: (rows, cols) as its matrices lie in memory, wide or tall.
         rows, cols: the same, wide.
+        matrices: how many of its members are matrices; they come first.
     """
 
     def __init__(
@@ -109,18 +136,18 @@ class Stack:
         self.backend = backend
         self.dtype, self.device = dtype, device
         batch = len(self.parameters)
+        shapes = [own for p in self.parameters if (own := matrix_shape(p))]
+        self.matrices = len(shapes)
         if backend is None:
             self.rows = 1
             self.cols = max(vector_length_class(p.numel()) for p in self.parameters)
             self.layout = (1, self.cols)
-            self.tall, self.wide, self.padded = [False] * batch, [], False
         else:
-            shapes = [matrix_shape(p) or (1, 1) for p in self.parameters]
             self.layout = shape or shapes[0]
             self.rows, self.cols = sorted(self.layout)
-            self.tall = [rows > cols for rows, cols in shapes]
-            self.wide = [(min(shape), max(shape)) for shape in shapes]
-            self.padded = any(shape != self.layout for shape in shapes)
+        self.tall = [rows > cols for rows, cols in shapes]
+        self.wide = [(min(shape), max(shape)) for shape in shapes]
+        self.padded = any(shape != self.layout for shape in shapes)
         self.sizes = torch.tensor(
             [[float(p.numel())] for p in self.parameters], dtype=dtype, device=device
         )
@@ -135,36 +162,39 @@ class Stack:
             "momentum": like.new_zeros(batch, width),
             "frame": like.new_zeros(batch, width),
             MEASURED: like.new_tensor([1.0, 1.0, 0.0, 0.0, 0.0]).repeat(batch, 1),
-            "polar_weight": like.new_full((batch,), polar_prior if backend else 0.0),
+            "polar_weight": like.new_zeros(batch),
             "residual_entropy_rank": like.new_ones(batch),
         }
-        if backend is None:
-            self.tensors["second_moment"] = like.new_zeros(batch)
-        else:
-            metric = backend.create(batch, self.rows, self.cols, dtype=dtype, device=device)
+        self.tensors["polar_weight"][: self.matrices] = polar_prior
+        if vectors := batch - self.matrices:
+            self.tensors["second_moment"] = like.new_zeros(vectors)
+        if backend is not None:
+            metric = backend.create(self.matrices, self.rows, self.cols, dtype=dtype, device=device)
             self.tensors |= {METRIC + key: value for key, value in metric.items()}
-            self.tensors["root_condition"] = like.new_ones(batch)
-            self.tensors["root_failures"] = like.new_zeros(batch, dtype=torch.int64)
+            self.tensors["root_condition"] = like.new_ones(self.matrices)
+            self.tensors["root_failures"] = like.new_zeros(self.matrices, dtype=torch.int64)
         if capturable:
             self.tensors |= {
                 key: torch.zeros(batch, dtype=torch.float64, device=device)
-                for key in self._counters()
+                for key in self._counters(self.matrices > 0)
             }
 
     @property
-    def is_matrix(self) -> bool:
-        return self.backend is not None
+    def mixed(self) -> bool:
+        """Whether there are both matrices and vectors among its members."""
+        return 0 < self.matrices < len(self.parameters)
 
     @property
     def ragged(self) -> bool:
         """Whether members differ in shape, or may."""
-        return self.padded or not self.is_matrix
+        return self.padded or self.matrices < len(self.parameters)
 
     def view(self, key: str, index: int) -> Tensor:
         """One parameter's share of a state tensor, shaped like the parameter where that applies."""
         if key in _MEASURED:
             return self.tensors[MEASURED][index, _MEASURED.index(key)]
-        value = self.tensors[key][index]
+        start = self.matrices if key.startswith(_VECTOR_ONLY) else 0
+        value = self.tensors[key][index - start]
         if self.padded and self.backend is not None and key.startswith(METRIC):
             return self.backend.crop(key[len(METRIC) :], value, *self.wide[index])
         if key not in ("momentum", "frame"):
@@ -174,7 +204,7 @@ class Stack:
     def unpack(self, row: Tensor, index: int) -> Tensor:
         """A row of a (b, rows·cols) tensor as a view in the parameter's own shape."""
         parameter = self.parameters[index]
-        if not self.is_matrix:
+        if index >= self.matrices:
             return row[: parameter.numel()].view(parameter.shape)
         if not self.padded:
             return row.view(parameter.shape)
@@ -182,10 +212,11 @@ class Stack:
         matrix = row.view(self.layout)[:rows, :cols]
         return (matrix.mT if self.tall[index] else matrix).view(parameter.shape)
 
-    @property
-    def keys(self) -> list[str]:
-        """The tensor entries of a parameter's state."""
-        return [key for key in self.tensors if key != MEASURED] + list(_MEASURED)
+    def keys(self, index: int) -> list[str]:
+        """The tensor entries of one parameter's state."""
+        others = _VECTOR_ONLY if index < self.matrices else _MATRIX_ONLY
+        keys = [key for key in self.tensors if key != MEASURED and not key.startswith(others)]
+        return keys + list(_MEASURED)
 
     def constant(self, *values: float, dtype: torch.dtype) -> Tensor:
         """Numbers on the device, copied there once: no later step waits for the copy."""
@@ -193,12 +224,14 @@ class Stack:
             self._constants[dtype, values] = torch.tensor(values, dtype=dtype, device=self.device)
         return self._constants[dtype, values]
 
-    def host_state(self) -> dict[str, float]:
+    def host_state(self, index: int) -> dict[str, float]:
         """What a parameter's state holds on the host beside its views."""
-        age: dict[str, float] = {"observation_age": 0} if self.is_matrix else {}
-        return age if self.capturable else self._counters() | age
+        is_matrix = index < self.matrices
+        age: dict[str, float] = {"observation_age": 0} if is_matrix else {}
+        return age if self.capturable else self._counters(is_matrix) | age
 
-    def _counters(self) -> dict[str, float]:
+    @staticmethod
+    def _counters(is_matrix: bool) -> dict[str, float]:
         """Counters and the gradient's unit, as they begin."""
         counters: dict[str, float] = {"step": 0, "observations": 0, "skipped": 0}
         # 0 until the first non-zero gradient. float32 then works in units of a power of two near its
@@ -209,7 +242,7 @@ class Stack:
         roots = {"last_root_step": 0, "root_refreshes": 0, "root_peak": 0.0}
         # The step before which the metric's statistics began: 0, or where it started anew.
         roots["metric_start"] = 0
-        return counters | (roots if self.is_matrix else {})
+        return counters | (roots if is_matrix else {})
 
     def adopt(self, index: int, record: dict[str, Any]) -> None:
         """Take over one parameter's earlier state and leave views of the stack in its place.
@@ -218,7 +251,7 @@ class Stack:
         and a bias correction of its own.
         """
         fits = all(
-            record[key].shape == self.view(key, index).shape if key in self.tensors else False
+            key in self.keys(index) and record[key].shape == self.view(key, index).shape
             for key in record
             if key.startswith(METRIC)
         )
@@ -226,7 +259,7 @@ class Stack:
             for key in [k for k in record if k.startswith(METRIC)]:
                 del record[key]
             record["last_root_step"], record["metric_start"] = 0, record.get("step", 0)
-        for key in self.keys:
+        for key in self.keys(index):
             view = self.view(key, index)
             value = record.get(key)
             if isinstance(value, Tensor) and value.shape == view.shape:
@@ -235,14 +268,14 @@ class Stack:
                 view.fill_(value)
             record[key] = view
         self.tensors[MEASURED][index, HELD] = self.view("frame", index).any()
-        for key, start in self.host_state().items():
+        for key, start in self.host_state(index).items():
             value = record.setdefault(key, start)
             if isinstance(value, Tensor):  # from a capturable optimizer's checkpoint
                 record[key] = type(start)(value.item())
         if self.capturable:
             # Read once, when the stack is built. Without roots a matrix is as young as can be.
             step = int(record["step"])
-            if self.is_matrix:
+            if index < self.matrices:
                 step = step - int(record["metric_start"]) if int(record["last_root_step"]) else 0
             self.age = step if self.age is None else min(self.age, step)
 
@@ -292,18 +325,25 @@ class Stack:
             self._places = [self.unpack(row, i) for i, row in enumerate(rows)]
         return self._places
 
-    def select(self, members: Sequence[int]) -> tuple[dict[str, Tensor], Tensor | None]:
+    def select(self, members: Sequence[int]) -> tuple[dict[str, Tensor], Rows | None]:
         """Working tensors of some members: the stack itself for all, gathered copies otherwise."""
         if len(members) == len(self.parameters):
             return self.tensors, None
+        parts = (
+            list(members),
+            [i for i in members if i < self.matrices],
+            [i - self.matrices for i in members if i >= self.matrices],
+        )
         if self.capturable:
-            index = self.constant(*members, dtype=torch.int64)
+            rows = Rows(*(self.constant(*part, dtype=torch.int64) for part in parts))
         else:
-            index = torch.tensor(members, device=self.device)
-        return {key: value[index] for key, value in self.tensors.items()}, index
+            rows = Rows(
+                *(torch.tensor(part, dtype=torch.int64, device=self.device) for part in parts)
+            )
+        return {key: value[rows.of(key)] for key, value in self.tensors.items()}, rows
 
-    def write_back(self, working: dict[str, Tensor], index: Tensor | None) -> None:
+    def write_back(self, working: dict[str, Tensor], rows: Rows | None) -> None:
         """Return gathered copies to the stack."""
-        if index is not None:
+        if rows is not None:
             for key, value in working.items():
-                self.tensors[key][index] = value
+                self.tensors[key][rows.of(key)] = value

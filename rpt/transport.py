@@ -1,8 +1,8 @@
 """Momentum carried by the minimum rotation between live requests, axial closure, and the certificate.
 
 Pure functions over a stack of `b` parameters, each flattened to `n` entries: tensors are (b, n),
-per-parameter scalars are (b, 1), arrays or tensors (`rpt.scalars`). Zero padding at the end of a row changes no result, because
-everything here is an inner product or a linear combination.
+per-parameter scalars are (b, 1), arrays or tensors (`rpt.scalars`). Zero padding at the end of a row
+changes no result, because everything here is an inner product or a linear combination.
 
 Source: the RPT guide, "Transport remains the default update".
 """
@@ -223,15 +223,24 @@ def certificate(
         the certified update, (b, n), its length, (b, 1), and its cosine with the gradient, (b, 1), 1
         where either is zero.
     """
-    size = norm(update)
-    length = as_scalars(size, host_reads)
-    if length is not size and update.dtype == torch.float32:
-        # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
-        # Lengths too small for a product in float32 give a cosine too small to pass.
-        lengths = at_least(length * as_scalars(norm(gradient), True), 1e-30)
-        alignment = as_scalars(dot(update, gradient), True) / lengths
-        if (alignment > 1e-3).all():
-            return update, length, alignment
+    length = as_scalars(norm(update), host_reads)
+    if isinstance(length, Tensor) or update.dtype != torch.float32:
+        certified, size, cosine = _remove_opposing(update, gradient)
+        return certified, as_scalars(size, host_reads), as_scalars(cosine, host_reads)
+    # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
+    # Lengths too small for a product in float32 give a cosine too small to pass.
+    lengths = at_least(length * as_scalars(norm(gradient), True), 1e-30)
+    cosine = as_scalars(dot(update, gradient), True) / lengths
+    doubtful = ~(cosine > 1e-3)[:, 0]
+    if doubtful.any():
+        rows = as_tensor(doubtful.nonzero()[0])
+        part, size, alignment = _remove_opposing(update[rows], gradient[rows])
+        update = update.index_copy(0, rows, part)
+        length[doubtful], cosine[doubtful] = size.numpy(), alignment.numpy()
+    return update, length, cosine
+
+
+def _remove_opposing(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
     wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
     inner = dot(update.double(), wide)
@@ -239,11 +248,11 @@ def certificate(
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
     certified = (update.double() - excess * wide).to(update.dtype)
     # Of an update that lay against the gradient nothing is left but rounding: no direction to follow.
-    certified = certified * (norm(certified) > _ROUNDING * size)
-    size = norm(certified)
-    lengths = size.double() * squared.sqrt()
+    certified = certified * (norm(certified) > _ROUNDING * norm(update))
+    length = norm(certified)
+    lengths = length.double() * squared.sqrt()
     cosine = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0).to(update.dtype)
-    return certified, as_scalars(size, host_reads), as_scalars(cosine, host_reads)
+    return certified, length, cosine
 
 
 def rescale_to_rms(update: Tensor, length: Scalars, rms: float, size: Scalars) -> Tensor:

@@ -68,13 +68,16 @@ class Members:
         positions: running number of each among its like, which spreads refreshes over the steps.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
         outgrown: whether its gradients have become much larger than those its roots were made of.
-        shaped: whether any of them may have a polar weight above zero.
+        matrices: how many of them are matrices, which come first; the lists of roots and positions
+            are theirs alone.
+        shaped: whether any of those may have a polar weight above zero.
         chosen: indices whose roots are to be made anew, int64; None: `due_by_age` says which.
     """
 
     steps: list[int] | Tensor
     metric_steps: list[int] | Tensor
     units: list[float] | Tensor
+    matrices: int
     shaped: bool
     root_ages: list[int | None] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -125,39 +128,31 @@ def take_step(
         members: step counts and root ages.
         rule: the numbers.
     """
-    correction2 = _correction(rule.beta2, members.metric_steps, gradient)
     host_reads = rule.host_reads and gradient.device.type == "cpu"
+    matrices = members.matrices
+    correction2 = _correction(rule.beta2, members.metric_steps, gradient)
     refreshed: list[int] = []
     failed: Tensor | None = None
-    if backend is None:
-        request = vector_request(
-            state["second_moment"], gradient, sizes, correction2, members, rule, host_reads
+    requests = []
+    if backend is not None:
+        request, refreshed, failed = yield from _matrix_request(
+            state, gradient[:matrices], layout, backend, correction2[:matrices], members, rule
         )
-    else:
-        tall = layout[0] > layout[1]
-        shape = (layout[1], layout[0]) if tall else layout
-        matrices = gradient.view(-1, *layout)
-        if tall:
-            # A backend sees every matrix wide; the built-in ones read it through its strides.
-            matrices = matrices.mT if backend.any_strides else matrices.mT.contiguous()
-        metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
-        if members.shapes is None:
-            backend.accumulate(metric, matrices, rule.beta2)
-        else:
-            backend.accumulate(metric, matrices, rule.beta2, members.shapes)  # type: ignore[call-arg]
-        index = members.chosen
-        if index is None:
-            due = due_by_age(members, rule)
-            if rule.root_drift_threshold is not None and not all(due):
-                drift = yield backend.drift(metric, shape, correction2)
-                due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
-            refreshed = [i for i, is_due in enumerate(due) if is_due]
-            if 0 < len(refreshed) < len(due):
-                index = torch.tensor(refreshed, device=gradient.device)
-        if refreshed or index is not None:
-            failed = _refresh(state, metric, shape, backend, index, correction2, members, rule)
-        request = backend.apply(metric, matrices)
-        request = (request.mT if tall else request).reshape(gradient.shape)
+        requests.append(request)
+    if matrices < len(gradient):
+        requests.append(
+            _vector_request(
+                state["second_moment"],
+                gradient[matrices:],
+                sizes[matrices:],
+                correction2[matrices:],
+                members.units[matrices:],
+                rule.eps,
+                rule.beta2,
+                host_reads,
+            )
+        )
+    request = requests[0] if len(requests) == 1 else torch.cat(requests)
 
     stored, measured = state["frame"], as_scalars(state[MEASURED], host_reads)
     frame = live_frame(request, stored, measured[:, HELD:] > 0, rule.transport_eps, host_reads)
@@ -176,13 +171,17 @@ def take_step(
     store_frame(stored, request, frame)
     update = carried.update
     if backend is not None and members.shaped:
-        update = polar_share(
-            update.view(-1, *layout),
-            state["polar_weight"],
+        shaped = polar_share(
+            update[:matrices].view(-1, *layout),
+            state["polar_weight"][:matrices],
             rule.polar_schedule,
             rule.transport_eps,
             host_reads,
-        ).reshape(gradient.shape)
+        ).reshape(matrices, -1)
+        if matrices < len(update):
+            update[:matrices] = shaped
+        else:
+            update = shaped
     update, length, alignment = certificate(update, gradient, host_reads)
     closing = abs(carried.closing * frame.inverse)
     held = (measured[:, HELD:] > 0) | frame.live
@@ -193,6 +192,43 @@ def take_step(
         update = rescale_to_rms(update, length, rule.update_rms, sizes)
     coherence, compared = as_tensor(frame.coherence[:, 0]), as_tensor(frame.compared[:, 0])
     return Step(update, coherence, compared, refreshed, failed)
+
+
+def _matrix_request(
+    state: dict[str, Tensor],
+    gradient: Tensor,
+    layout: tuple[int, int],
+    backend: RootBackend,
+    correction: Tensor,
+    members: Members,
+    rule: Rule,
+) -> Generator[Tensor, list[float], tuple[Tensor, list[int], Tensor | None]]:
+    """P = L^-1/4 G R^-1/4, (k, rows·cols), with roots made anew where due: which, and which failed."""
+    tall = layout[0] > layout[1]
+    shape = (layout[1], layout[0]) if tall else layout
+    matrices = gradient.view(-1, *layout)
+    if tall:
+        # A backend sees every matrix wide; the built-in ones read it through its strides.
+        matrices = matrices.mT if backend.any_strides else matrices.mT.contiguous()
+    metric = {key[len(METRIC) :]: v for key, v in state.items() if key.startswith(METRIC)}
+    if members.shapes is None:
+        backend.accumulate(metric, matrices, rule.beta2)
+    else:
+        backend.accumulate(metric, matrices, rule.beta2, members.shapes)  # type: ignore[call-arg]
+    index, refreshed = members.chosen, []
+    failed: Tensor | None = None
+    if index is None:
+        due = due_by_age(members, rule)
+        if rule.root_drift_threshold is not None and not all(due):
+            drift = yield backend.drift(metric, shape, correction)
+            due = [d or x >= rule.root_drift_threshold for d, x in zip(due, drift, strict=True)]
+        refreshed = [i for i, is_due in enumerate(due) if is_due]
+        if 0 < len(refreshed) < len(due):
+            index = torch.tensor(refreshed, device=gradient.device)
+    if refreshed or index is not None:
+        failed = _refresh(state, metric, shape, backend, index, correction, members, rule)
+    request = backend.apply(metric, matrices)
+    return (request.mT if tall else request).reshape(gradient.shape), refreshed, failed
 
 
 def next_unit(unit: float, peak: float) -> float:
@@ -227,8 +263,9 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
     """
     assert isinstance(members.steps, list)
     due, soon = [], []
+    steps = members.steps[: members.matrices]
     for step, age, position, outgrown in zip(
-        members.steps, members.root_ages, members.positions, members.outgrown, strict=True
+        steps, members.root_ages, members.positions, members.outgrown, strict=True
     ):
         limit = rule.max_root_staleness
         if rule.root_drift_threshold is None:
@@ -245,22 +282,23 @@ def spread(position: int) -> float:
     return 0.5 + 0.5 * (position * 0.6180339887498949 % 1.0)
 
 
-def vector_request(
+def _vector_request(
     moment: Tensor,
     gradient: Tensor,
     sizes: Tensor,
     correction: Tensor,
-    members: Members,
-    rule: Rule,
+    units: list[float] | Tensor,
+    eps: float,
+    beta2: float,
     host_reads: bool,
 ) -> Tensor:
     """P = G / (√v̂ + ε) with v the running mean of G²: one scalar, so no coordinate is privileged."""
     lengths = as_scalars(torch.linalg.vector_norm(gradient, dim=-1), host_reads)
     mean = as_scalars(moment, host_reads)
-    mean += (lengths * lengths / as_scalars(sizes[:, 0], host_reads) - mean) * (1.0 - rule.beta2)
+    mean += (lengths * lengths / as_scalars(sizes[:, 0], host_reads) - mean) * (1.0 - beta2)
     scale: Scalars = (mean / as_scalars(correction, host_reads)) ** 0.5
-    if rule.eps:
-        scale = scale + as_scalars(_absolute(rule.eps, members.units, moment), host_reads)
+    if eps:
+        scale = scale + as_scalars(_absolute(eps, units, moment), host_reads)
     return gradient / as_tensor(choose(scale == 0, 1.0, scale))[:, None]
 
 
@@ -289,7 +327,8 @@ def _refresh(
     rule: Rule,
 ) -> Tensor:
     """Recompute the roots of the rows `index`, or of all; which of them failed, in that order."""
-    absolute = _absolute(rule.eps, members.units, correction).square_()
+    units = members.units[: members.matrices]
+    absolute = _absolute(rule.eps, units, correction).square_()
     products = not rule.host_reads
     if index is None:
         damping = Damping(rule.matrix_ridge, absolute, members.shapes, products)

@@ -49,14 +49,10 @@ class KroneckerRoots(RootBackend):
         self, state: State, gradient: Tensor, beta2: float, shapes: Tensor | None = None
     ) -> None:
         rows, cols = gradient.shape[-2:]
-        left = right = gradient
-        if shapes is not None:
-            # Each side divides by the padded length of the other, and is owed the true one.
-            true_rows, true_cols = shapes.view(-1, 2, 1, 1).unbind(1)
-            left = gradient * (cols / true_cols).sqrt()
-            right = gradient * (rows / true_rows).sqrt()
-        self.side(rows, cols).accumulate(state, "left", left, beta2)
-        self.side(cols, rows).accumulate(state, "right", right.mT, beta2)
+        # Each side divides by the length of the other: the true one where matrices are padded.
+        true_rows, true_cols = (None, None) if shapes is None else shapes.split(1, dim=1)
+        self.side(rows, cols).accumulate(state, "left", gradient, beta2, true_cols)
+        self.side(cols, rows).accumulate(state, "right", gradient.mT, beta2, true_rows)
 
     def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
         rows, cols = shape

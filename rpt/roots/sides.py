@@ -31,7 +31,15 @@ class Side(Protocol):
 
     def pads(self, size: int) -> bool: ...
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None: ...
+    def accumulate(
+        self,
+        state: State,
+        name: str,
+        gradient: Tensor,
+        beta2: float,
+        others: Tensor | None = None,
+    ) -> None:
+        """Add G Gᵀ / columns; `others` (b, 1) counts true columns where the side `pads`."""
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor: ...
 
@@ -113,14 +121,25 @@ class BlockSide:
             return [(None, part.view(-1, rows, part.shape[-1]))]
         return [(k, part[:, k * rows : (k + 1) * rows]) for k in range(count)]
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
+    def accumulate(
+        self,
+        state: State,
+        name: str,
+        gradient: Tensor,
+        beta2: float,
+        others: Tensor | None = None,
+    ) -> None:
         other = gradient.shape[-1]
         for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
             factor = state[name + suffix]
             parts = self._parts(gradient, first, count, rows)
             for k, part in parts:
                 view = factor.flatten(0, 1) if k is None else factor[:, k]
-                view.mul_(beta2).add_(pack(torch.bmm(part, part.mT)), alpha=(1.0 - beta2) / other)
+                square = pack(torch.bmm(part, part.mT))
+                if others is None:
+                    view.mul_(beta2).add_(square, alpha=(1.0 - beta2) / other)
+                else:
+                    view.mul_(beta2).addcmul_(square, (1.0 - beta2) / others)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         if self.drift_from == "age":
@@ -219,7 +238,14 @@ class DiagonalSide:
         # The mean of squares along the row, without a squared copy of the gradient.
         return torch.linalg.vector_norm(gradient, dim=-1).square() / gradient.shape[-1]
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
+    def accumulate(
+        self,
+        state: State,
+        name: str,
+        gradient: Tensor,
+        beta2: float,
+        others: Tensor | None = None,
+    ) -> None:
         state[f"{name}_diagonal"].lerp_(self._measure(gradient), 1.0 - beta2)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
@@ -252,7 +278,14 @@ class ScalarSide:
             f"{name}_scale_root": like.new_ones(batch),
         }
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
+    def accumulate(
+        self,
+        state: State,
+        name: str,
+        gradient: Tensor,
+        beta2: float,
+        others: Tensor | None = None,
+    ) -> None:
         entries = gradient.shape[-1] * gradient.shape[-2]
         square = torch.linalg.matrix_norm(gradient).square() / entries
         state[f"{name}_scale"].lerp_(square, 1.0 - beta2)
