@@ -174,6 +174,7 @@ def _start(
         units=[r["unit"] for r in records],
         positions=[stack.ordinals[i] for i in item.members],
         shapes=item.shapes,
+        company=stack.company,
         outgrown=[r["peak"] > OUTGROWN * r.get("root_peak", math.inf) for r in records],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in records),
     )

@@ -66,6 +66,7 @@ class Members:
         units: what each gradient was divided by.
         positions: running number of each among its like, which spreads refreshes over the steps.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
+        company: whether one whose roots are due takes along those due soon.
         outgrown: whether its gradients have become much larger than those its roots were made of.
         shaped: whether any of them may have a polar weight above zero.
         chosen: indices whose roots are to be made anew, int64; None: `due_by_age` says which.
@@ -79,6 +80,7 @@ class Members:
     positions: list[int] = field(default_factory=list)
     outgrown: list[bool] = field(default_factory=list)
     shapes: Tensor | None = None
+    company: bool = False
     chosen: Tensor | None = None
 
 
@@ -217,8 +219,8 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
     published. Without one, age decides alone: often while the covariance is young, later after between
     half of `max_root_staleness` and all of it, so that a stack's matrices do not all fall due at once;
     and at once where the gradient has outgrown its roots, which would pass it on at a length that
-    drowns the momentum for hundreds of steps. Small matrices, which share a padded stack, go in company:
-    one call for several costs little more than for one, so that one due takes along those due soon.
+    drowns the momentum for hundreds of steps. Small matrices go in company: one call for several costs
+    little more than for one, so that one due takes along those due soon.
     """
     assert isinstance(members.steps, list)
     due, soon = [], []
@@ -230,7 +232,7 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
             limit = 0 if outgrown else max(1, int(min(limit, step / 3) * spread(position)))
         due.append(age is None or age >= limit)
         soon.append(age is None or age >= _SOON * limit)
-    together = members.shapes is not None and rule.root_drift_threshold is None and any(due)
+    together = members.company and rule.root_drift_threshold is None and any(due)
     return soon if together else due
 
 
