@@ -194,6 +194,7 @@ def _start(
         units=[r["unit"] for r in records],
         positions=[stack.ordinals[i] for i in item.members[: len(matrices)]],
         shapes=item.shapes,
+        company=stack.company,
         outgrown=[r["peak"] > OUTGROWN * r["root_peak"] for r in matrices],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in matrices),
     )

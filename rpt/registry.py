@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .roots import RootBackend
-from .stack import Stack, compute_dtype, matrix_shape, padded_shape, vector_length_class
+from .stack import Stack, compute_dtype, matrix_shape
+from .stacking import host_layout, matrix_layouts, vector_layouts, vector_length_class
 
 __all__ = ["StackRegistry"]
 
@@ -27,7 +30,9 @@ class StackRegistry:
         """Rebuild all stacks from the optimizer's state before the next step."""
         self._home: dict[int, tuple[Stack, int]] = {}
         self._records: dict[int, Any] = {}
-        self._keys: dict[int, tuple[Any, ...]] = {}
+        # What the stacks were chosen by: facts of each parameter in them, and of the groups.
+        self._facts: dict[int, tuple[Any, ...]] = {}
+        self._groups: list[tuple[Any, ...]] = []
 
     def home(self, parameter: Tensor) -> tuple[Stack, int]:
         """The stack of a parameter and its position there."""
@@ -49,38 +54,39 @@ class StackRegistry:
             backend: the root backend behind a group's `roots` text.
         """
         live = list(live)
-        settled = all(
-            self._keys.get(id(p)) == _stack_key(g, groups[g], p, backend)
+        described = [_group_facts(group) for group in groups]
+        settled = described == self._groups and all(
+            self._facts.get(id(p)) == (g, p.shape, p.dtype, p.device)
             and state.get(p) is self._records.get(id(p))
             for g, p in live
         )
         if settled:
             return
         taking_part = {id(p) for _, p in live}
-        shelves: dict[tuple[Any, ...], list[Tensor]] = {}
-        ordinals: dict[tuple[Any, ...], list[int]] = {}
-        seen: dict[tuple[Any, ...], int] = {}
-        for g, parameter in _members(groups):
-            key = _stack_key(g, groups[g], parameter, backend)
-            if id(parameter) in taking_part or "momentum" in state.get(parameter, {}):
-                shelves.setdefault(key, []).append(parameter)
-                ordinals.setdefault(key, []).append(seen.get(key, 0))
-            seen[key] = seen.get(key, 0) + 1
+        taking_part |= {id(p) for _, p in _members(groups) if "momentum" in state.get(p, {})}
+        shelves: dict[_Key, list[tuple[int, Tensor]]] = {}
+        seen: Counter[tuple[_Key, bool]] = Counter()
+        for key, parameter in _choose(groups, backend):
+            kind = key, _is_vector(parameter)
+            if id(parameter) in taking_part:
+                shelves.setdefault(key, []).append((seen[kind], parameter))
+            seen[kind] += 1
         self.forget()
-        for key, parameters in shelves.items():
-            group = groups[key[0]]
-            is_matrix = matrix_shape(parameters[0]) is not None
-            roots = backend(group["roots"]) if is_matrix else None
+        self._groups = described
+        for key, members in shelves.items():
+            members.sort(key=lambda member: _is_vector(member[1]))
+            group, parameters = groups[key.group], [parameter for _, parameter in members]
+            roots = backend(group["roots"]) if key.is_matrix else None
             if roots is not None and group["root_drift_threshold"] is None:
                 roots = roots.without_drift()
             stack = Stack(
                 parameters,
                 roots,
-                dtype=key[1],
-                device=key[2],
+                dtype=key.dtype,
+                device=key.device,
                 polar_prior=group["polar_prior"],
-                shape=(key[3], key[4]) if is_matrix else None,
-                ordinals=ordinals[key],
+                shape=key.shape,
+                ordinals=[ordinal for ordinal, _ in members],
                 capturable=group["capturable"],
             )
             for i, parameter in enumerate(parameters):
@@ -88,7 +94,21 @@ class StackRegistry:
                 stack.adopt(i, record)
                 self._home[id(parameter)] = (stack, i)
                 self._records[id(parameter)] = record
-                self._keys[id(parameter)] = key
+                self._facts[id(parameter)] = _facts(key.group, parameter)
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    return matrix_shape(parameter) is None
+
+
+class _Key(NamedTuple):
+    """What the members of one stack have in common; `is_matrix` where it has room for matrices."""
+
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+    is_matrix: bool
+    shape: tuple[int, int]
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
@@ -98,20 +118,92 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]
                 yield g, parameter
 
 
-def _stack_key(
-    index: int,
+def _facts(index: int, parameter: Tensor) -> tuple[Any, ...]:
+    """What about a parameter decides its stack."""
+    return index, parameter.shape, parameter.dtype, parameter.device
+
+
+def _group_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What about a group decides its stacks; compared in every step."""
+    by_age = group["root_drift_threshold"] is None
+    return group["roots"], by_age, group["capturable"], [id(p) for p in group["params"]]
+
+
+def _choose(
+    groups: Sequence[Mapping[str, Any]], backend: Callable[[str], RootBackend]
+) -> list[tuple[_Key, Tensor]]:
+    """The stack of every parameter, whether it takes part or not: all ranks choose alike."""
+    everyone = [
+        (
+            _Key(
+                g,
+                compute_dtype(parameter),
+                parameter.device,
+                (shape := matrix_shape(parameter)) is not None,
+                shape or (1, vector_length_class(parameter.numel())),
+            ),
+            parameter,
+        )
+        for g, parameter in _members(groups)
+    ]
+    pools: dict[_Key, Counter[tuple[int, int]]] = {}
+    for key, _ in everyone:
+        pools.setdefault(_pool(key), Counter())[key.shape] += 1
+    layouts = {
+        pool: _layouts(pool, shapes, groups[pool.group], backend) for pool, shapes in pools.items()
+    }
+    chosen = [
+        (key._replace(shape=layouts[_pool(key)].get(key.shape, key.shape)), parameter)
+        for key, parameter in everyone
+    ]
+    hosts = _hosts(Counter(key for key, _ in chosen), pools, layouts, groups)
+    return [(hosts.get(key, key), parameter) for key, parameter in chosen]
+
+
+def _hosts(
+    stacks: Mapping[_Key, int],
+    pools: Mapping[_Key, Mapping[tuple[int, int], int]],
+    layouts: Mapping[_Key, Mapping[tuple[int, int], tuple[int, int]]],
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[_Key, _Key]:
+    """For stacks of vectors that are better kept behind the matrices of another: that one."""
+    found = {}
+    for key, count in stacks.items():
+        pool = _pool(key)._replace(is_matrix=True)
+        group = groups[key.group]
+        # Recorded steps cost no dispatch, and exactness goes before speed.
+        if key.is_matrix or group["capturable"] or not _shares(pool, group) or pool not in pools:
+            continue
+        matrices = {k.shape: n for k, n in stacks.items() if k.is_matrix and _pool(k) == pool}
+        padded = {layout for shape, layout in layouts[pool].items() if shape != layout}
+        host = host_layout(key.shape[1], count, matrices, padded)
+        if host is not None:
+            found[key] = pool._replace(shape=host)
+    return found
+
+
+def _pool(key: _Key) -> _Key:
+    """Those that could share a stack if shapes did not matter."""
+    return key._replace(shape=(0, 0))
+
+
+def _layouts(
+    pool: _Key,
+    shapes: Mapping[tuple[int, int], int],
     group: Mapping[str, Any],
-    parameter: Tensor,
     backend: Callable[[str], RootBackend],
-) -> tuple[Any, ...]:
-    """What the members of one stack have in common."""
-    shape, dtype = matrix_shape(parameter), compute_dtype(parameter)
-    common = (index, dtype, parameter.device)
-    capturable = group["capturable"]
-    if shape is None:
-        return (*common, vector_length_class(parameter.numel()), capturable)
-    drifts = group["root_drift_threshold"] is not None
-    if not drifts:
-        # The published rule keeps every matrix to itself: rounding then has no company either.
-        shape = padded_shape(*shape, backend(group["roots"]), dtype)
-    return (*common, *shape, group["roots"], drifts, capturable)
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """The stack's shape for every shape that does not keep its own."""
+    if pool.is_matrix:
+        pads = backend(group["roots"]).pads
+        return matrix_layouts(shapes, pads) if _shares(pool, group) else {}
+    return vector_layouts(shapes) if pool.dtype != torch.float64 else {}
+
+
+def _shares(pool: _Key, group: Mapping[str, Any]) -> bool:
+    """Whether a matrix may share a stack with anything that differs from it in shape.
+
+    float64 is there for exactness, not for speed, and the published rule keeps every matrix to itself:
+    rounding then has no company either.
+    """
+    return pool.dtype != torch.float64 and group["root_drift_threshold"] is None

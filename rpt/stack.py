@@ -1,9 +1,9 @@
 """Same-shaped parameters as one stack: permanent batched state, with a view of it per parameter.
 
 A matrix is flattened to a row of (b, rows·cols) in its own orientation, so that neither its gradient
-nor its update is ever transposed in memory. Vectors of similar length share a stack, and small matrices
-of different shapes do, turned wide and padded with zeros: no inner product, Gram matrix or polar factor
-sees them, and a network of many tiny tensors takes a few batched operations instead of a few per shape.
+nor its update is ever transposed in memory. Vectors of several lengths share a stack, and small matrices
+of several shapes do, turned wide and padded with zeros: no inner product, Gram matrix or polar factor
+sees them. Which ones do is the choice of `rpt.stacking`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .roots import RootBackend
+from .stacking import COMPANY_SIDE
 
 __all__ = [
     "HELD",
@@ -24,8 +25,6 @@ __all__ = [
     "Stack",
     "compute_dtype",
     "matrix_shape",
-    "padded_shape",
-    "vector_length_class",
 ]
 
 # Prefix of the root backend's entries among a parameter's state.
@@ -47,26 +46,6 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int] | None:
     if parameter.ndim < 2:
         return None
     return parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
-
-
-def vector_length_class(length: int) -> int:
-    """The padded length of a vector: the next power of two, and at least 64."""
-    return max(64, 1 << (length - 1).bit_length())
-
-
-# Matrices with no side longer than this may share a stack with others.
-SMALL_SIDE = 64
-
-
-def padded_shape(rows: int, cols: int, backend: RootBackend, dtype: torch.dtype) -> tuple[int, int]:
-    """The (rows, cols) of the stack a matrix lives in: its own, or a small wide one shared with others.
-
-    float64 is left alone: it is there for exactness, not for speed.
-    """
-    if max(rows, cols) > SMALL_SIDE or dtype == torch.float64:
-        return rows, cols
-    shared = SMALL_SIDE // 2 if min(rows, cols) <= SMALL_SIDE // 2 else SMALL_SIDE
-    return (shared, SMALL_SIDE) if backend.pads(shared, SMALL_SIDE) else (rows, cols)
 
 
 # What only matrices have, and what only vectors have, among the entries of a stack.
@@ -105,8 +84,8 @@ class Stack:
         polar_prior: the polar weight of matrices that no observation has reached.
         ordinals: running number of each among all parameters like it, those of other ranks included:
             refreshes by age are spread by it, on every number of ranks alike.
-        shape: (rows, cols) of the stack: its members' own, or a wide one that holds every member; None
-            for the first member's own.
+        shape: (rows, cols) of the stack: its matrices' own, or a wide one that holds them all; (1,
+            length) for vectors.
         capturable: whether counters live on the device, as float64 tensors of the stack.
 
     Attributes:
@@ -124,7 +103,7 @@ class Stack:
         device: torch.device,
         polar_prior: float,
         ordinals: Sequence[int],
-        shape: tuple[int, int] | None = None,
+        shape: tuple[int, int],
         capturable: bool = False,
     ) -> None:
         self.parameters = list(parameters)
@@ -133,21 +112,17 @@ class Stack:
         self.age: int | None = None
         self._constants: dict[tuple[Any, ...], Tensor] = {}
         self.ordinals = list(ordinals)
-        self.backend = backend
         self.dtype, self.device = dtype, device
         batch = len(self.parameters)
+        self.layout = shape
+        self.rows, self.cols = sorted(shape)
         shapes = [own for p in self.parameters if (own := matrix_shape(p))]
         self.matrices = len(shapes)
-        if backend is None:
-            self.rows = 1
-            self.cols = max(vector_length_class(p.numel()) for p in self.parameters)
-            self.layout = (1, self.cols)
-        else:
-            self.layout = shape or shapes[0]
-            self.rows, self.cols = sorted(self.layout)
+        # A stack with room for matrices may so far hold vectors only.
+        self.backend = backend = backend if shapes else None
         self.tall = [rows > cols for rows, cols in shapes]
-        self.wide = [(min(shape), max(shape)) for shape in shapes]
-        self.padded = any(shape != self.layout for shape in shapes)
+        self.wide = [(min(own), max(own)) for own in shapes]
+        self.padded = any(own != self.layout for own in shapes)
         self.sizes = torch.tensor(
             [[float(p.numel())] for p in self.parameters], dtype=dtype, device=device
         )
@@ -188,6 +163,11 @@ class Stack:
     def ragged(self) -> bool:
         """Whether members differ in shape, or may."""
         return self.padded or self.matrices < len(self.parameters)
+
+    @property
+    def company(self) -> bool:
+        """Whether a matrix whose roots are due takes along those due soon."""
+        return self.cols <= COMPANY_SIDE and self.dtype != torch.float64
 
     def view(self, key: str, index: int) -> Tensor:
         """One parameter's share of a state tensor, shaped like the parameter where that applies."""

@@ -67,6 +67,7 @@ class Members:
         units: what each gradient was divided by.
         positions: running number of each among its like, which spreads refreshes over the steps.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
+        company: whether one whose roots are due takes along those due soon.
         outgrown: whether its gradients have become much larger than those its roots were made of.
         matrices: how many of them are matrices, which come first; the lists of roots and positions
             are theirs alone.
@@ -83,6 +84,7 @@ class Members:
     positions: list[int] = field(default_factory=list)
     outgrown: list[bool] = field(default_factory=list)
     shapes: Tensor | None = None
+    company: bool = False
     chosen: Tensor | None = None
 
 
@@ -134,7 +136,7 @@ def take_step(
     refreshed: list[int] = []
     failed: Tensor | None = None
     requests = []
-    if backend is not None:
+    if backend is not None and matrices:
         request, refreshed, failed = yield from _matrix_request(
             state, gradient[:matrices], layout, backend, correction2[:matrices], members, rule
         )
@@ -170,7 +172,7 @@ def take_step(
     )
     store_frame(stored, request, frame)
     update = carried.update
-    if backend is not None and members.shaped:
+    if matrices and members.shaped:
         shaped = polar_share(
             update[:matrices].view(-1, *layout),
             state["polar_weight"][:matrices],
@@ -258,8 +260,8 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
     published. Without one, age decides alone: often while the covariance is young, later after between
     half of `max_root_staleness` and all of it, so that a stack's matrices do not all fall due at once;
     and at once where the gradient has outgrown its roots, which would pass it on at a length that
-    drowns the momentum for hundreds of steps. Small matrices, which share a padded stack, go in company:
-    one call for several costs little more than for one, so that one due takes along those due soon.
+    drowns the momentum for hundreds of steps. Small matrices go in company: one call for several costs
+    little more than for one, so that one due takes along those due soon.
     """
     assert isinstance(members.steps, list)
     due, soon = [], []
@@ -272,7 +274,7 @@ def due_by_age(members: Members, rule: Rule) -> list[bool]:
             limit = 0 if outgrown else max(1, int(min(limit, step / 3) * spread(position)))
         due.append(age is None or age >= limit)
         soon.append(age is None or age >= _SOON * limit)
-    together = members.shapes is not None and rule.root_drift_threshold is None and any(due)
+    together = members.company and rule.root_drift_threshold is None and any(due)
     return soon if together else due
 
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..ownership import Ownership, SingleProcess, is_sharded
 from ..roots import RootBackend, resolve_roots
-from ..stack import compute_dtype, matrix_shape, vector_length_class
+from ..stack import compute_dtype, matrix_shape
+from ..stacking import vector_length_class
 from .ddp import Replica, refuse_flat_shards
 from .exchange import communication_device
 from .handshake import all_agree, checksums, differing, rendezvous, signature

@@ -46,7 +46,13 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, vectors, ~(finite & usable)
 
 
-def resolve_cluster(values: Tensor, vectors: Tensor, matrix: Tensor, floor: Tensor) -> Tensor:
+def resolve_cluster(
+    values: Tensor,
+    vectors: Tensor,
+    matrix: Tensor,
+    floor: Tensor,
+    sizes: Tensor | None = None,
+) -> Tensor:
     """Eigenvalues of a batch, sharpened where the lower half of them is one value within rounding.
 
     A solver errs by eps times the largest eigenvalue. Where at least half of all eigenvalues lie
@@ -57,9 +63,14 @@ def resolve_cluster(values: Tensor, vectors: Tensor, matrix: Tensor, floor: Tens
     Args:
         values: (b, n), ascending. vectors, matrix: (b, n, n).
         floor: below it nothing matters, (b,).
+        sizes: true size of each matrix, (b,), where zeros pad it: they come first in `values`.
     """
-    middle = values[:, values.shape[-1] // 2]
-    width = middle - values[:, 0]
+    size = values.shape[-1]
+    low, middle = values[:, 0], values[:, size // 2]
+    if sizes is not None:
+        low = _pick(values, size - sizes)
+        middle = _pick(values, size - sizes + torch.div(sizes, 2, rounding_mode="floor"))
+    width = middle - low
     noise = values[:, -1] * torch.finfo(values.dtype).eps
     clustered = (width < 64 * noise) & (middle > floor) & (middle > 16 * noise)
     # A host read: a decomposition has just waited for the device.
@@ -67,6 +78,11 @@ def resolve_cluster(values: Tensor, vectors: Tensor, matrix: Tensor, floor: Tens
         return values
     quotients = (vectors * (matrix @ vectors)).sum(-2)
     return torch.where(clustered[:, None], quotients, values)
+
+
+def _pick(values: Tensor, column: Tensor) -> Tensor:
+    """One value of each row, (b, n), (b,) -> (b,)."""
+    return values.gather(1, column.long()[:, None]).squeeze(1)
 
 
 def _one_by_one(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,11 +137,11 @@ def inverse_root(
     mean = values.clamp_min(0).sum(-1) / (size if sizes is None else sizes)
     floor = eigenvalue_floor(mean, ridge, absolute)
     if values.dtype != torch.float64:
-        values = resolve_cluster(values, vectors, matrix, floor)
+        values = resolve_cluster(values, vectors, matrix, floor, sizes)
     floored = torch.maximum(values, floor[:, None])
     root = (vectors * floored.pow(power).unsqueeze(-2)) @ vectors.mT
     low = floored[:, 0]
     if sizes is not None:
         # The zeros of the padding come first in ascending order.
-        low = floored.gather(1, (size - sizes).long()[:, None]).squeeze(1)
+        low = _pick(floored, size - sizes)
     return InverseRoot(root, floored[:, -1] / low, failed)
