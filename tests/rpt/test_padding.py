@@ -141,6 +141,38 @@ def test_small_matrices_refresh_in_company_and_larger_ones_do_not():
     assert times[torch.float32] < times[torch.float64]
 
 
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        [{0, 3}, {5}, {1, 4, 5}, {0, 2, 3, 4}],  # every kind of part of a stack
+        [{0, 1, 2}, {0, 1, 2, 4}, set()],  # vectors first: the stack has room and no matrices
+        [{3, 4, 5}, {3, 4}, set()],  # matrices first
+    ],
+)
+def test_vectors_behind_matrices_step_as_in_a_stack_of_their_own(overhead, rounds):
+    shapes = [(24, 48), (16, 8), (3, 24), (48,), (), (7,)]
+    options = {"max_root_staleness": 1, "eps": 1e-6}
+    runs = []
+    for mixed in (True, False):
+        if not mixed:
+            overhead(0.0)
+        optimizer, parameters = build(shapes, **options)
+        for seed, absent in enumerate(rounds):
+            train(optimizer, parameters, 2, seed, absent)
+        train(optimizer, parameters, 1)
+        assert any(stack.mixed for stack in stacks(optimizer, parameters)) == mixed
+        runs.append((optimizer, parameters))
+    assert_alike(*runs[0], *runs[1])
+    steps = [runs[0][0].state[p]["step"] for p in runs[0][1]]
+    assert steps == [1 + 2 * sum(i not in absent for absent in rounds) for i in range(6)]
+
+
+@pytest.mark.parametrize("options", [{"capturable": True}, {"preset": "paper"}])
+def test_who_keeps_vectors_to_themselves(options):
+    optimizer, parameters = trajectory([(24, 48), (48,)], steps=1, **options)
+    assert not any(stack.mixed for stack in stacks(optimizer, parameters))
+
+
 def layouts(optimizer, parameters):
     return [optimizer._registry.home(p)[0].layout for p in parameters]
 
@@ -248,6 +280,16 @@ def test_the_choice_of_lengths(lengths):
     padding = sum(n * (chosen[s][1] - s[1]) for s, n in counts.items())
     merged = len(counts) - len(set(chosen.values()))
     assert 200.0 * padding <= merged * stacking.OVERHEAD
+
+
+def test_vectors_join_the_cheapest_stack_that_holds_them():
+    padded = {(24, 48), (64, 64)}
+    assert stacking.host_layout(64, 4, {(24, 48): 3, (64, 64): 2}, padded) == (24, 48)
+    assert stacking.host_layout(2048, 4, {(24, 48): 3, (64, 64): 2}, padded) == (64, 64)
+    assert stacking.host_layout(8192, 4, {(24, 48): 3, (64, 64): 2}, padded) is None
+    assert stacking.host_layout(64, 4000, {(24, 48): 3}, padded) is None, "too many"
+    assert stacking.host_layout(64, 4, {(256, 256): 24}, set()) is None, "too large"
+    assert stacking.host_layout(64, 1, {}, set()) is None
 
 
 def test_large_matrices_are_never_merged():
