@@ -19,12 +19,12 @@ __all__ = ["COMPANY_SIDE", "matrix_layouts", "matrix_work", "vector_layouts", "v
 Shape = tuple[int, int]
 
 # Costs are in floating-point operations at the 30 Gflop/s that a step reaches with small matrices on one
-# CPU core. A stack costs about a millisecond there. A GPU does a hundred times as many operations while
-# it issues those of a stack: what is merged here is all the more worth merging there.
-OVERHEAD = 3e7
-# A stack whose every matrix costs this much gains nothing that could be noticed. Most matrices of 128 x 256
-# and all of 256 x 256 or more are beyond it, so that large networks are never padded.
-LARGEST = 4 * OVERHEAD
+# CPU core; a stack costs 1.3 ms there. A GPU does far more arithmetic in the time that it takes to issue a
+# stack's operations, so that everything merged here is worth merging there, and more would be.
+OVERHEAD = 4e7
+# A matrix this costly is never padded: one stack less could not be noticed beside it. 256 x 256 costs
+# four times as much, so that large networks are stepped as if there was no merging.
+LARGEST = 1.2e8
 # Per entry: some 25 passes over memory in every step, and the copies in and out of a padded stack, which
 # for a tall matrix are transposed.
 _PASSES = 300.0
