@@ -107,6 +107,22 @@ def test_inverse_root_is_homogeneous_and_a_root(n, power, exponent):
         torch.testing.assert_close(whole, torch.eye(n, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
+def test_padding_hides_no_cluster_of_eigenvalues():
+    # Two directions above a rest that is one value within float32's rounding of the largest.
+    generator = torch.Generator().manual_seed(4)
+    basis = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=torch.float64)).Q
+    values = torch.full((12,), 1e-5, dtype=torch.float64)
+    values[:2] = torch.tensor([1.0, 0.5])
+    matrix = ((basis * values) @ basis.T).float()
+    padded = torch.zeros(1, 40, 40)
+    padded[0, :12, :12] = matrix
+    expected = (basis * values.pow(-0.25)) @ basis.T
+    root = inverse_root(padded, ridge=1e-7, sizes=torch.tensor([12.0])).root[0, :12, :12]
+    alone = inverse_root(matrix, ridge=1e-7).root
+    for found in (root, alone):
+        assert ((found - expected).norm() / expected.norm()).item() < 3e-4
+
+
 def test_batches_of_inverse_roots_fail_alone():
     good, bad = torch.eye(3), torch.full((3, 3), torch.nan)
     result = inverse_root(torch.stack([4 * good, bad, 9 * good]), -0.5)
