@@ -1,5 +1,6 @@
-"""The networks of the step benchmark: two lists of matrices, a GPT, a ContextMLP and a ResNet-18."""
+"""The networks of the step benchmark: two lists of matrices, a GPT, a ResNet-18 and three tiny networks."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -104,6 +105,20 @@ def context_mlp(device: torch.device) -> Workload:
     )
 
 
+def mlp(
+    name: str, title: str, widths: tuple[int, ...], batch: int, device: torch.device
+) -> Workload:
+    """A tanh MLP on a smooth target of its first inputs."""
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    model = nn.Sequential(*(m for layer in layers for m in (layer, nn.Tanh()))).to(device)
+
+    def sample() -> tuple[Tensor, Tensor]:
+        x = torch.rand(batch, widths[0], device=device) * 2 - 1
+        return x, torch.sin(3 * x[:, :1]).expand(batch, widths[-1])
+
+    return supervised(name, title, model, sample, lambda m, x, y: functional.mse_loss(m(x), y))
+
+
 class Residual(nn.Module):
     """ResNet's basic block: two 3×3 convolutions with batch norm and a shortcut."""
 
@@ -150,5 +165,9 @@ MODELS: dict[str, Callable[[torch.device], Workload]] = {
     "matrices512": lambda device: matrices(512, 6, device),
     "gpt256": gpt,
     "contextmlp": context_mlp,
+    "mlp64": lambda device: mlp("mlp64", "MLP 2-64-64-3, batch 256", (2, 64, 64, 3), 256, device),
+    "autoencoder": lambda device: mlp(
+        "autoencoder", "Autoencoder 64-96-8-96-64, batch 128", (64, 96, 8, 96, 64), 128, device
+    ),
     "resnet18": resnet18,
 }

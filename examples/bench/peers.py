@@ -1,4 +1,4 @@
-"""Time of one optimizer step, RPT beside its peers, on the shapes of five kinds of network.
+"""Time of one optimizer step, RPT beside its peers, on the shapes of seven networks.
 
     python -m examples.bench.peers [--models matrices256 gpt256 ...] [--threads 1] [--device cuda]
 
