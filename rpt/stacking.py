@@ -26,9 +26,9 @@ __all__ = [
 Shape = tuple[int, int]
 
 # Costs are in floating-point operations at the 30 Gflop/s that a step reaches with small matrices on one
-# CPU core; a stack costs about a millisecond there. A GPU does far more arithmetic in the time that it
-# takes to issue a stack's operations: everything merged here is worth merging there, and more would be.
-OVERHEAD = 3e7
+# CPU core; a stack costs one to one and a half milliseconds there. A GPU does far more arithmetic in the
+# time that it takes to issue a stack's operations: all that is merged here is worth merging there.
+OVERHEAD = 4.5e7
 # A matrix this costly is never padded: one stack less could not be noticed beside it. 256 x 256 costs
 # four times as much, so that large networks are stepped as if nothing was ever merged.
 LARGEST = 1.2e8
