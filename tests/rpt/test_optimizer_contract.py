@@ -1022,3 +1022,15 @@ def test_numbers_of_other_libraries_are_options(preset, kind):
 
     for a, b in zip(after(kind), after(float), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5), (8, 40)])
+def test_a_gradient_that_all_but_vanishes_leaves_weights_finite(shape, capturable):
+    (weight,) = parameters(shape)
+    optimizer = ResidualPolarTransport([weight], capturable=capturable)
+    (gradient,) = parameters(shape, seed=1)
+    for t in range(30):
+        weight.grad = gradient.detach() * (1.0 if t < 20 else 1e-7)
+        optimizer.step()
+    assert weight.isfinite().all()
