@@ -178,20 +178,26 @@ def agree_on_capturable(groups: Sequence[Mapping[str, Any]]) -> None:
 
 def group_rule(group: Mapping[str, Any]) -> Rule:
     """The numbers of a group as the update rule takes them."""
-    beta1, beta2 = group["betas"]
-    release = group["polar_release_beta"]
+
+    def plain(value: Any) -> Any:
+        # Arrays take no tensor beside them, and a number of NumPy's own would widen them to float64.
+        # Where the host must not wait, all is tensors and the option may stay one.
+        return value if group["capturable"] else float(value)
+
+    beta1, beta2 = map(plain, group["betas"])
+    release, rms = group["polar_release_beta"], group["update_rms"]
     return Rule(
         beta1=beta1,
         beta2=beta2,
-        eps=group["eps"],
+        eps=plain(group["eps"]),
         matrix_ridge=group["matrix_ridge"],
         polar_beta=group["polar_beta"],
         polar_release_beta=group["polar_beta"] if release is None else release,
         polar_schedule=polar_schedule(group["polar_schedule"], group["polar_steps"]),
-        transport_eps=group["transport_eps"],
+        transport_eps=plain(group["transport_eps"]),
         root_drift_threshold=group["root_drift_threshold"],
         max_root_staleness=group["max_root_staleness"],
-        update_rms=group["update_rms"],
+        update_rms=None if rms is None else plain(rms),
         transport=group["transport"],
         closure=group["closure"],
         host_reads=not group["capturable"],

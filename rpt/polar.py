@@ -93,12 +93,17 @@ def polar_factor(matrix: Tensor, schedule: Schedule, host_reads: bool = False) -
         return torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
 
     gram = gram_of(x)
-    square = torch.bmm(gram, gram)
     if schedule.tight:
-        # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm.
-        scale = at_least(_lengths(square, host_reads), 1e-30) ** -0.5
-        start = scale**0.5
+        # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm. Of a matrix much
+        # shorter than one the eighth powers are zero in float32: A is divided by its trace first.
+        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).view(-1, 1, 1)
+        shrink = 1.0 / at_least(as_scalars(trace, host_reads), 1e-30)
+        square = torch.bmm(gram.mul_(as_tensor(shrink)), gram)
+        # Of a trace of one the norm is at least n^-3/2: less is what underflowed.
+        scale = at_least(_lengths(square, host_reads), 1e-10) ** -0.5
+        start = (scale * shrink) ** 0.5
     else:
+        square = torch.bmm(gram, gram)
         start = 1.0 / at_least(_lengths(x, host_reads), 1e-7)
         scale = start * start
     inverse = as_tensor(start)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Container, Mapping
+from functools import lru_cache
 from itertools import combinations
 
 __all__ = [
@@ -49,6 +50,8 @@ def vector_length_class(length: int) -> int:
     return max(64, 1 << (length - 1).bit_length())
 
 
+# Asked for every pair of shapes, most of which lead to the same few layouts.
+@lru_cache(maxsize=10_000)
 def matrix_work(rows: int, cols: int) -> float:
     """What a step costs for one (rows, cols) matrix, in floating-point operations.
 

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -1002,3 +1003,34 @@ def test_a_parameter_may_change_its_dtype_between_steps():
     assert optimizer.state[model.weight]["momentum"].dtype == torch.float64
     assert float(momentum.abs().sum()) > 0
     assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.float64])
+@pytest.mark.parametrize("preset", ["drop_in", "paper"])
+def test_numbers_of_other_libraries_are_options(preset, kind):
+    def after(kind):
+        params = parameters((6, 4), (5,), ())
+        numbers = {"eps": 1e-6, "transport_eps": 1e-6, "update_rms": 0.5, "matrix_ridge": 1e-4}
+        optimizer = ResidualPolarTransport(
+            params,
+            preset=preset,
+            **{name: kind(value) for name, value in numbers.items()},
+            betas=(0.9, 0.99) if kind is torch.tensor else (kind(0.9), kind(0.99)),
+        )
+        train(optimizer, params, 3)
+        return params
+
+    for a, b in zip(after(kind), after(float), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5), (8, 40)])
+def test_a_gradient_that_all_but_vanishes_leaves_weights_finite(shape, capturable):
+    (weight,) = parameters(shape)
+    optimizer = ResidualPolarTransport([weight], capturable=capturable)
+    (gradient,) = parameters(shape, seed=1)
+    for t in range(30):
+        weight.grad = gradient.detach() * (1.0 if t < 20 else 1e-7)
+        optimizer.step()
+    assert weight.isfinite().all()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpt.polar import polar_factor, polar_schedule, polar_share
+from rpt.scalars import quiet
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 SHAPES = [(1, 1), (1, 9), (9, 1), (4, 4), (5, 8), (8, 5), (3, 70), (70, 3), (16, 16), (33, 16)]
@@ -109,6 +110,26 @@ def test_updates_below_the_threshold_are_left_alone():
     update = 1e-9 * random((5, 8), dtype=torch.float32)
     actual = polar_share(update, torch.ones(2), polar_schedule("quintic", 5), 1e-7)
     assert torch.equal(actual, update)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 6), (4, 9), (200, 200)])
+def test_the_tight_factor_ignores_its_matrix_s_length(shape):
+    schedule = polar_schedule("tight", 3)
+    matrix = random(shape, dtype=torch.float32)
+    matrix /= matrix.norm(dim=(-2, -1), keepdim=True)
+    expected = polar_factor(matrix, schedule)
+    for host_reads in (True, False):
+        for length in (1e12, 1e-3, 1e-5, 1e-7, 1e-12):
+            actual = polar_factor(length * matrix, schedule, host_reads)
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+        # Here float32 ends: no direction is promised, but nothing may grow beyond a factor's length.
+        for length in (1e-18, 1e-20, 1e-22, 1e-30, 1e-40):
+            actual = polar_factor(length * matrix, schedule, host_reads)
+            assert actual.norm(dim=(-2, -1)).amax() < 1.5 * min(shape) ** 0.5
+            tiny = length * matrix
+            with quiet():
+                shared = polar_share(tiny, torch.ones(2), schedule, 1e-7, host_reads)
+            assert torch.equal(shared, tiny)
 
 
 @given(
