@@ -160,23 +160,21 @@ def _constant(results: Results, suite: Suite) -> str:
 
 
 def _peers(results: Results, suite: Suite) -> str:
-    tasks = results.complete(suite.subset, (*CORE, *suite.others))
-    if not tasks or not suite.others:
-        return ""
+    """Ranks among those that ran on every task where most did; the rest below, without one."""
     names = (*CORE, *suite.others)
-    table = np.array([results.finals(t, names) for t in tasks])
-    ranked = sorted(zip(mean_ranks(table), names, strict=True))
-    return "## All peers (rate)\n\n" + markdown(
-        ("", "mean rank", *tasks),
-        [
-            (
-                n,
-                f"{r:.2f}",
-                *(_cell(results, t, n, table[i, names.index(n)]) for i, t in enumerate(tasks)),
-            )
-            for r, n in ranked
-        ],
-    )
+    tasks = [
+        t
+        for t in results.complete(suite.subset, CORE)
+        if 2 * sum(bool(results.runs(t, n)) for n in suite.others) > len(suite.others)
+    ]
+    if not tasks:
+        return ""
+    everywhere = [n for n in names if results.complete(tasks, [n]) == tasks]
+    table = np.array([results.finals(t, everywhere) for t in tasks])
+    ranked = sorted(zip(mean_ranks(table), everywhere, strict=True))
+    rows = [(n, f"{r:.2f}", *(_cell(results, t, n) for t in tasks)) for r, n in ranked]
+    rows += [(n, "", *(_cell(results, t, n) for t in tasks)) for n in names if n not in everywhere]
+    return "## All peers (rate)\n\n" + markdown(("", "mean rank", *tasks), rows)
 
 
 def _ablations(results: Results, suite: Suite) -> str:
