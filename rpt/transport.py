@@ -241,6 +241,7 @@ def certificate(
 
 
 def _remove_opposing(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The certificate of every row, in float64: what is left of it, its length and its cosine."""
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
     wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
     inner = dot(update.double(), wide)
