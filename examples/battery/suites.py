@@ -10,7 +10,7 @@ from .peers import PEERS
 from .store import Config, Store
 from .tasks import TASKS
 
-__all__ = ["CORE", "SUITES", "Suite", "tuned_rate"]
+__all__ = ["CORE", "SUITES", "TWO_FIFTHS", "Suite", "tuned_rate"]
 
 TUNING_SEED = 100
 CORE = ("adamw", "rpt", "muon", "soap")
@@ -23,6 +23,8 @@ SUBSET = ("gpt_char", "vit_digits", "autoencoder_digits", "ripple", "chirps", "o
 # Equal to "rpt_all" in what they learn; what differs is how they observe.
 SAME_NUMBERS = ("rpt_compiled", "rpt_explicit")
 CONSTANT = ("rpt_average_098", "rpt_gain", "rpt_gain_down", "adamw_average_098", "schedule_free")
+# The share of AdamW's steps in which language models are to reach its end.
+TWO_FIFTHS = 0.4
 QUICK = ("mlp_digits", "spirals_2d", "ripple", "ill_conditioned", "breast_cancer")
 
 Stage = tuple[str, Callable[[Store], Iterable[Config]]]
@@ -71,6 +73,17 @@ class Suite:
             ),
             ("candidates for the default", self._candidates),
             ("in AdamW's time", self._in_equal_time),
+            ("in two fifths of AdamW's steps", self._in_two_fifths),
+        ]
+
+    def _in_two_fifths(self, store: Store) -> Iterable[Config]:
+        """RPT's whole schedule in two fifths of the steps, on the language models."""
+        return [
+            Config(task, "rpt", rate, seed, TWO_FIFTHS)
+            for task in self.tasks
+            if TASKS[task].group == "text"
+            if (rate := tuned_rate(store, task, "rpt", self.name)) is not None
+            for seed in self.seeds
         ]
 
     def _in_equal_time(self, store: Store) -> Iterable[Config]:

@@ -11,7 +11,7 @@ import numpy as np
 from .analysis import Results, bootstrap, mean_ranks
 from .peers import PEERS
 from .store import Store
-from .suites import CORE, Suite
+from .suites import CORE, TWO_FIFTHS, Suite
 from .tasks import TASKS
 
 __all__ = ["write_summary"]
@@ -25,6 +25,7 @@ def write_summary(store: Store, suite: Suite, out: Path) -> Path:
     parts = [
         _standing(results, suite),
         _targets(results, suite),
+        _two_fifths(results, suite),
         _defaults(results, suite),
         _same_rate(results, suite),
         _candidates(results, suite),
@@ -85,6 +86,21 @@ def _targets(results: Results, suite: Suite) -> str:
             rows,
         )
     )  # fmt: skip
+
+
+def _two_fifths(results: Results, suite: Suite) -> str:
+    rows = []
+    for task in suite.tasks:
+        loss, seconds = results.shortened(task, "rpt", TWO_FIFTHS)
+        if not math.isnan(loss):
+            theirs = results.final(task, "adamw")
+            cells = (f"{theirs:.3f}", f"{loss:.3f}", f"{loss / theirs:.3f}", f"{seconds:.2f}")
+            rows.append((task, *cells))
+    if not rows:
+        return ""
+    return f"## RPT in {TWO_FIFTHS:g} of the steps, its schedule fitted to them\n\n" + markdown(
+        ("", "AdamW, all steps", "RPT", "ratio", "CPU seconds / AdamW's"), rows
+    )
 
 
 def _defaults(results: Results, suite: Suite) -> str:

@@ -13,7 +13,7 @@ from examples.battery.grids import grid
 from examples.battery.peers import PEERS
 from examples.battery.report import write_report
 from examples.battery.store import Config, Store
-from examples.battery.suites import CORE, SUITES, TUNING_SEED
+from examples.battery.suites import CORE, SUITES, TUNING_SEED, TWO_FIFTHS
 from examples.battery.summary import write_summary
 
 SUITE = SUITES["quick"]
@@ -86,8 +86,7 @@ def test_losses_at_equal_time(store):
     assert results.final("ripple", "rpt") == pytest.approx(math.exp(-4))
     assert results.at_equal_time("ripple", "soap") == pytest.approx(math.exp(-2.5))
     assert math.isnan(results.at_equal_time("ripple", "rpt"))
-    label, configs = SUITE.stages()[-1]
-    assert label == "in AdamW's time"
+    configs = dict(SUITE.stages())["in AdamW's time"]
     wanted = set(configs(store))
     assert {(c.optimizer, c.share) for c in wanted} == {("rpt", 0.5)}
     for config in wanted:
@@ -95,6 +94,21 @@ def test_losses_at_equal_time(store):
     results = Results(store, SUITE)
     assert results.at_equal_time("ripple", "rpt") == pytest.approx(math.exp(-2))
     assert results.final("ripple", "rpt") == pytest.approx(math.exp(-4))
+
+
+def test_losses_in_two_fifths_of_the_steps(store):
+    results = Results(store, SUITE)
+    assert all(math.isnan(x) for x in results.shortened("ripple", "rpt", TWO_FIFTHS))
+    assert not list(dict(SUITE.stages())["in two fifths of AdamW's steps"](store)), "no text there"
+    wanted = list(dict(SUITES["dev"].stages())["in two fifths of AdamW's steps"](store))
+    assert not wanted, "nothing is tuned yet"
+    config = Config("ripple", "rpt", results.rate("ripple", "rpt"), SUITE.seeds[0], TWO_FIFTHS)
+    shortened = record(config, 1.0) | {"share": config.share}
+    whole = store.get(Config("ripple", "adamw", results.rate("ripple", "adamw"), SUITE.seeds[0]))
+    shortened["curves"]["cpu"] = [x / 2 for x in whole["curves"]["cpu"]]
+    store.add(shortened)
+    loss, seconds = Results(store, SUITE).shortened("ripple", "rpt", TWO_FIFTHS)
+    assert (loss, seconds) == (pytest.approx(math.exp(-2)), pytest.approx(0.5))
 
 
 def test_ratios_are_paired_and_failures_count(store):
