@@ -90,7 +90,7 @@ def _targets(results: Results, suite: Suite) -> str:
 
 def _two_fifths(results: Results, suite: Suite) -> str:
     rows = []
-    for task in suite.tasks:
+    for task in (t for t in suite.tasks if TASKS[t].group == "text"):
         loss, seconds = results.shortened(task, "rpt", TWO_FIFTHS)
         if not math.isnan(loss):
             theirs = results.final(task, "adamw")
