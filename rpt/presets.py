@@ -42,9 +42,9 @@ _DROP_IN: dict[str, Any] = _PAPER | {
     # β2 0.95: the value of the measurements that update_rms and polar_prior come from.
     "betas": (0.9, 0.95),
     # 4 √((1-β1)/(1+β1)): one fixed step length, at which AdamW's best rate is near RPT's. Vectors too:
-    # left at their own length the battery's GPT ends 4 % higher (docs/defaults.md, for all of these).
+    # left at their own length the battery's GPT ends 5 % higher (docs/defaults.md, for all of these).
     "update_rms": 0.92,
-    # At weight 0 the battery's GPT ends 22 % higher, operator_1d at twice the loss.
+    # At weight 0 the battery's GPT ends 23 % higher, operator_1d at twice the loss.
     "polar_prior": 1.0,
     # A whitened request is nearly flat: three steps from a tight bound do what five do from ‖u‖_F.
     "polar_schedule": "tight",
