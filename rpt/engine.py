@@ -180,7 +180,7 @@ def _start(
     gradient = stack.gradients(item.members, item.gradients, divisors)
     matrices = records[: item.matrices]
     if matrices:
-        mine = [ranks.get(p, global_rank) for p in item.parameters[: item.matrices]]
+        mine = [ranks.get(p, global_rank) for p in item.parameters[: len(matrices)]]
         observe(item, mine)
         for record, rank in zip(matrices, mine, strict=True):
             record["observations"] += rank is not None

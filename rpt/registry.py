@@ -56,8 +56,7 @@ class StackRegistry:
         live = list(live)
         described = [_group_facts(group) for group in groups]
         settled = described == self._groups and all(
-            self._facts.get(id(p)) == (g, p.shape, p.dtype, p.device)
-            and state.get(p) is self._records.get(id(p))
+            self._facts.get(id(p)) == _facts(g, p) and state.get(p) is self._records.get(id(p))
             for g, p in live
         )
         if settled:
@@ -156,13 +155,12 @@ def _choose(
         (key._replace(shape=layouts[_pool(key)].get(key.shape, key.shape)), parameter)
         for key, parameter in everyone
     ]
-    hosts = _hosts(Counter(key for key, _ in chosen), pools, layouts, groups)
+    hosts = _hosts(Counter(key for key, _ in chosen), layouts, groups)
     return [(hosts.get(key, key), parameter) for key, parameter in chosen]
 
 
 def _hosts(
     stacks: Mapping[_Key, int],
-    pools: Mapping[_Key, Mapping[tuple[int, int], int]],
     layouts: Mapping[_Key, Mapping[tuple[int, int], tuple[int, int]]],
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[_Key, _Key]:
@@ -172,10 +170,11 @@ def _hosts(
         pool = _pool(key)._replace(is_matrix=True)
         group = groups[key.group]
         # Recorded steps cost no dispatch, and exactness goes before speed.
-        if key.is_matrix or group["capturable"] or not _shares(pool, group) or pool not in pools:
+        if key.is_matrix or group["capturable"] or not _shares(pool, group):
             continue
         matrices = {k.shape: n for k, n in stacks.items() if k.is_matrix and _pool(k) == pool}
-        padded = {layout for shape, layout in layouts[pool].items() if shape != layout}
+        own = layouts.get(pool, {})
+        padded = {layout for shape, layout in own.items() if shape != layout}
         host = host_layout(key.shape[1], count, matrices, padded)
         if host is not None:
             found[key] = pool._replace(shape=host)

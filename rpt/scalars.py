@@ -32,8 +32,8 @@ Scalars = Any
 
 
 def as_scalars(tensor: Tensor, host_reads: bool) -> Scalars:
-    """An array on the tensor's memory where that is the host's and may be read, else the tensor."""
-    return tensor.numpy() if host_reads and tensor.device.type == "cpu" else tensor
+    """An array on the tensor's memory, which then must be the host's, if it may be read; else the tensor."""
+    return tensor.numpy() if host_reads else tensor
 
 
 def as_tensor(scalars: Scalars) -> Tensor:

@@ -223,10 +223,11 @@ def certificate(
         the certified update, (b, n), its length, (b, 1), and its cosine with the gradient, (b, 1), 1
         where either is zero.
     """
-    length = as_scalars(norm(update), host_reads)
-    if isinstance(length, Tensor) or update.dtype != torch.float32:
-        certified, size, cosine = _remove_opposing(update, gradient)
+    size = norm(update)
+    if not host_reads or update.dtype != torch.float32:
+        certified, size, cosine = _remove_opposing(update, gradient, size)
         return certified, as_scalars(size, host_reads), as_scalars(cosine, host_reads)
+    length = as_scalars(size, True)
     # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
     # Lengths too small for a product in float32 give a cosine too small to pass.
     lengths = at_least(length * as_scalars(norm(gradient), True), 1e-30)
@@ -234,14 +235,19 @@ def certificate(
     doubtful = ~(cosine > 1e-3)[:, 0]
     if doubtful.any():
         rows = as_tensor(doubtful.nonzero()[0])
-        part, size, alignment = _remove_opposing(update[rows], gradient[rows])
+        part, left, alignment = _remove_opposing(update[rows], gradient[rows], size[rows])
         update = update.index_copy(0, rows, part)
-        length[doubtful], cosine[doubtful] = size.numpy(), alignment.numpy()
+        length[doubtful], cosine[doubtful] = left.numpy(), alignment.numpy()
     return update, length, cosine
 
 
-def _remove_opposing(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The certificate of every row, in float64: what is left of it, its length and its cosine."""
+def _remove_opposing(
+    update: Tensor, gradient: Tensor, size: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The certificate of every row, in float64: what is left of it, its length and its cosine.
+
+    `size` is ‖u‖, (b, 1).
+    """
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
     wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
     inner = dot(update.double(), wide)
@@ -249,7 +255,7 @@ def _remove_opposing(update: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, 
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
     certified = (update.double() - excess * wide).to(update.dtype)
     # Of an update that lay against the gradient nothing is left but rounding: no direction to follow.
-    certified = certified * (norm(certified) > _ROUNDING * norm(update))
+    certified = certified * (norm(certified) > _ROUNDING * size)
     length = norm(certified)
     lengths = length.double() * squared.sqrt()
     cosine = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0).to(update.dtype)

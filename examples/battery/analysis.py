@@ -87,18 +87,17 @@ class Results:
         share = time_share(self.store, task, optimizer, self.suite)
         if share == 1.0:
             return self.final(task, optimizer)
-        rate = self.rate(task, optimizer) or 0.0
-        configs = (Config(task, optimizer, rate, seed, share) for seed in self.suite.seeds)
-        return _mean([r["final"] for c in configs if (r := self.store.get(c)) is not None])
+        return self.shortened(task, optimizer, share)[0]
 
     def shortened(self, task: str, optimizer: str, share: float) -> tuple[float, float]:
         """Of runs with a share of the steps and the schedule fitted to them: mean final loss, and mean
         CPU seconds over those of AdamW's whole runs with the same seeds; NaN without any."""
         rate = self.rate(task, optimizer) or 0.0
-        whole = {r["seed"]: r for r in self.runs(task, "adamw")}
-        configs = (Config(task, optimizer, rate, seed, share) for seed in whole)
-        runs = [r for c in configs if (r := self.store.get(c)) is not None and r["curves"]]
-        seconds = [_last(r, "cpu") / _last(whole[r["seed"]], "cpu") for r in runs]
+        whole = {r["seed"]: r for r in self.runs(task, "adamw") if r["curves"]}
+        configs = (Config(task, optimizer, rate, seed, share) for seed in self.suite.seeds)
+        runs = [r for c in configs if (r := self.store.get(c)) is not None]
+        timed = [(r, whole[r["seed"]]) for r in runs if r["curves"] and r["seed"] in whole]
+        seconds = [_last(run, "cpu") / _last(theirs, "cpu") for run, theirs in timed]
         return _mean([r["final"] for r in runs]), _mean(seconds)
 
     def to_target(self, task: str, optimizer: str, yardstick: str = "adamw") -> tuple[float, float]:

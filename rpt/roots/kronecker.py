@@ -49,10 +49,17 @@ class KroneckerRoots(RootBackend):
         self, state: State, gradient: Tensor, beta2: float, shapes: Tensor | None = None
     ) -> None:
         rows, cols = gradient.shape[-2:]
-        # Each side divides by the length of the other: the true one where matrices are padded.
-        true_rows, true_cols = (None, None) if shapes is None else shapes.split(1, dim=1)
-        self.side(rows, cols).accumulate(state, "left", gradient, beta2, true_cols)
-        self.side(cols, rows).accumulate(state, "right", gradient.mT, beta2, true_rows)
+        left, right = self.side(rows, cols), self.side(cols, rows)
+        if shapes is None:
+            left.accumulate(state, "left", gradient, beta2)
+            right.accumulate(state, "right", gradient.mT, beta2)
+            return
+        # Each side divides by the other's true length. Only blocks pad.
+        assert isinstance(left, BlockSide)
+        assert isinstance(right, BlockSide)
+        true_rows, true_cols = shapes.split(1, dim=1)
+        left.accumulate(state, "left", gradient, beta2, true_cols)
+        right.accumulate(state, "right", gradient.mT, beta2, true_rows)
 
     def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
         rows, cols = shape

@@ -45,14 +45,7 @@ class LowRankSide:
             f"{name}_tail_gain": like.new_ones(batch),
         }
 
-    def accumulate(
-        self,
-        state: State,
-        name: str,
-        gradient: Tensor,
-        beta2: float,
-        others: Tensor | None = None,
-    ) -> None:
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
         other = gradient.shape[-1]
         seen = gradient.mT @ state[f"{name}_basis"]
         state[f"{name}_sketch"].baddbmm_(gradient, seen, beta=beta2, alpha=(1.0 - beta2) / other)

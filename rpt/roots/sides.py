@@ -31,15 +31,7 @@ class Side(Protocol):
 
     def pads(self, size: int) -> bool: ...
 
-    def accumulate(
-        self,
-        state: State,
-        name: str,
-        gradient: Tensor,
-        beta2: float,
-        others: Tensor | None = None,
-    ) -> None:
-        """Add G Gᵀ / columns; `others` (b, 1) counts true columns where the side `pads`."""
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None: ...
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor: ...
 
@@ -129,6 +121,7 @@ class BlockSide:
         beta2: float,
         others: Tensor | None = None,
     ) -> None:
+        """Add G Gᵀ / columns; `others` counts each matrix's true columns where zeros pad it, (b, 1)."""
         other = gradient.shape[-1]
         for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
             factor = state[name + suffix]
@@ -238,14 +231,7 @@ class DiagonalSide:
         # The mean of squares along the row, without a squared copy of the gradient.
         return torch.linalg.vector_norm(gradient, dim=-1).square() / gradient.shape[-1]
 
-    def accumulate(
-        self,
-        state: State,
-        name: str,
-        gradient: Tensor,
-        beta2: float,
-        others: Tensor | None = None,
-    ) -> None:
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
         state[f"{name}_diagonal"].lerp_(self._measure(gradient), 1.0 - beta2)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
@@ -278,14 +264,7 @@ class ScalarSide:
             f"{name}_scale_root": like.new_ones(batch),
         }
 
-    def accumulate(
-        self,
-        state: State,
-        name: str,
-        gradient: Tensor,
-        beta2: float,
-        others: Tensor | None = None,
-    ) -> None:
+    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
         entries = gradient.shape[-1] * gradient.shape[-2]
         square = torch.linalg.matrix_norm(gradient).square() / entries
         state[f"{name}_scale"].lerp_(square, 1.0 - beta2)
