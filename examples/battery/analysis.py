@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .peers import PEERS
 from .store import Config, Store
-from .suites import ABLATIONS, TUNING_SEED, Suite, time_share, tuned_rate, tuning_rates
+from .suites import ABLATIONS, CORE, TUNING_SEED, Suite, time_share, tuned_rate, tuning_rates
 
 __all__ = ["Results", "bootstrap", "mean_ranks", "profile"]
 
@@ -152,6 +152,18 @@ class Results:
         """The tasks for which all of the optimizers have reported runs."""
         names = list(optimizers)
         return [t for t in tasks if all(self.runs(t, name) for name in names)]
+
+    def peers(self) -> tuple[list[str], list[str], list[str]]:
+        """What compares all peers: the tasks of the subset that most of them ran on, who ran on every
+        one of these, and who did not."""
+        names = [*CORE, *self.suite.others]
+        tasks = [
+            t
+            for t in self.complete(self.suite.subset, CORE)
+            if 2 * sum(bool(self.runs(t, n)) for n in self.suite.others) > len(self.suite.others)
+        ]
+        everywhere = [n for n in names if tasks and self.complete(tasks, [n]) == tasks]
+        return tasks, everywhere, [n for n in names if n not in everywhere]
 
 
 def mean_ranks(table: Array) -> Array:

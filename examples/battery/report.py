@@ -40,7 +40,7 @@ def write_report(store: Store, suite: Suite, out: Path) -> Path:
         parts += _core(results, tasks, out)
     parts += _defaults(results, suite)
     parts += _without_schedule(results, suite)
-    parts += _others(results, suite)
+    parts += _others(results)
     parts += _ablations(results, suite, out)
     parts += _failures(store)
     page = out / "report.html"
@@ -158,23 +158,18 @@ def _without_schedule(results: Results, suite: Suite) -> list[str]:
     return ["<h2>At a constant rate</h2>", _losses(results, results.complete(flat, names), names)]
 
 
-def _others(results: Results, suite: Suite) -> list[str]:
-    names = [n for n in suite.others if results.complete(suite.subset, [n])]
-    if not names:
-        return []
-    everyone = [*CORE, *names]
-    tasks = results.complete(suite.subset, everyone)
+def _others(results: Results) -> list[str]:
+    tasks, names, _ = results.peers()
     if not tasks:
         return []
-    table = np.array([results.finals(t, everyone) for t in tasks])
-    ranks = mean_ranks(np.nan_to_num(table, nan=np.inf))
+    ranks = mean_ranks(np.array([results.finals(t, names) for t in tasks]))
     return [
         f"<h2>All peers on {len(tasks)} tasks</h2>",
         _table(
             ("", "mean rank", "says"),
-            [(n, f"{r:.2f}", PEERS[n].says) for r, n in sorted(zip(ranks, everyone, strict=True))],
+            [(n, f"{r:.2f}", PEERS[n].says) for r, n in sorted(zip(ranks, names, strict=True))],
         ),
-        _losses(results, tasks, everyone),
+        _losses(results, tasks, names),
     ]
 
 

@@ -30,7 +30,7 @@ def write_summary(store: Store, suite: Suite, out: Path) -> Path:
         _same_rate(results, suite),
         _candidates(results, suite),
         _constant(results, suite),
-        _peers(results, suite),
+        _peers(results),
         _ablations(results, suite),
         _losses(results, suite),
     ]
@@ -175,21 +175,18 @@ def _constant(results: Results, suite: Suite) -> str:
     return "## At a constant rate (rate)\n\n" + markdown(("", *flat), rows) if rows else ""
 
 
-def _peers(results: Results, suite: Suite) -> str:
-    """Ranks among those that ran on every task where most did; the rest below, without one."""
-    names = (*CORE, *suite.others)
-    tasks = [
-        t
-        for t in results.complete(suite.subset, CORE)
-        if 2 * sum(bool(results.runs(t, n)) for n in suite.others) > len(suite.others)
-    ]
+def _peers(results: Results) -> str:
+    """Ranks among those that ran on every task, over the seeds they share; the rest without one."""
+    tasks, names, missing = results.peers()
     if not tasks:
         return ""
-    everywhere = [n for n in names if results.complete(tasks, [n]) == tasks]
-    table = np.array([results.finals(t, everywhere) for t in tasks])
-    ranked = sorted(zip(mean_ranks(table), everywhere, strict=True))
-    rows = [(n, f"{r:.2f}", *(_cell(results, t, n) for t in tasks)) for r, n in ranked]
-    rows += [(n, "", *(_cell(results, t, n) for t in tasks)) for n in names if n not in everywhere]
+    table = np.array([results.finals(t, names) for t in tasks])
+    ranked = sorted(zip(mean_ranks(table), names, table.T.tolist(), strict=True))
+    rows = [
+        (n, f"{rank:.2f}", *(_cell(results, t, n, x) for t, x in zip(tasks, losses, strict=True)))
+        for rank, n, losses in ranked
+    ]
+    rows += [(n, "", *(_cell(results, t, n) for t in tasks)) for n in missing]
     return "## All peers (rate)\n\n" + markdown(("", "mean rank", *tasks), rows)
 
 

@@ -96,6 +96,31 @@ def test_losses_at_equal_time(store):
     assert results.final("ripple", "rpt") == pytest.approx(math.exp(-4))
 
 
+def test_a_peer_that_missed_a_task_is_listed_without_a_rank(store, tmp_path):
+    suite = dataclasses.replace(
+        SUITE,
+        tasks=("ripple",),
+        subset=("ripple", "spirals_2d"),
+        others=("sgd", "nadam", "shampoo"),
+    )
+    for task in suite.subset:
+        for name in (*CORE, "sgd", "nadam"):
+            for seed in (TUNING_SEED, *suite.seeds):
+                config = Config(task, name, grid(name, "quick")[0], seed)
+                if config not in store:
+                    store.add(record(config, 1.0))
+    config = Config("ripple", "shampoo", grid("shampoo", "quick")[0], suite.seeds[0])
+    store.add(record(config, 0.5))
+    store.add(record(dataclasses.replace(config, seed=TUNING_SEED), 0.5))
+    results = Results(store, suite)
+    assert results.peers() == (list(suite.subset), [*CORE, "sgd", "nadam"], ["shampoo"])
+    text = write_summary(store, suite, tmp_path).read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith("| shampoo |"))
+    assert row.startswith("| shampoo |  | 0.36")
+    none = Results(store, dataclasses.replace(suite, others=()))
+    assert none.peers()[:2] == ([], [])
+
+
 def test_losses_in_two_fifths_of_the_steps(store):
     results = Results(store, SUITE)
     assert all(math.isnan(x) for x in results.shortened("ripple", "rpt", TWO_FIFTHS))
