@@ -131,45 +131,6 @@ class Ownership(Protocol):
         ...
 
 
-class SingleProcess:
-    """Everything is here."""
-
-    def agree(self, live: Sequence[Live], observed: Committed) -> Agreement:
-        peaks = largest_entries([gradient for *_, gradient in live])
-        # One host synchronisation: which parameters take part is the host's decision.
-        return Agreement(list(live), peaks.tolist(), observed)
-
-    def refuse(self, error: Exception) -> None:
-        pass
-
-    def owns(self, parameter: Tensor) -> bool:
-        return True
-
-    def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
-        yield list(live)
-
-    def deliver(
-        self,
-        parameters: Sequence[Tensor],
-        updates: Sequence[Tensor],
-        size: StepSize,
-        step: Step,
-    ) -> None:
-        apply_updates(parameters, updates, size)
-
-    def fail(self, error: Exception) -> None:
-        pass
-
-    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        return outcomes
-
-    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
-        return state
-
-    def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
-        pass
-
-
 def choose_ownership(
     mode: str | Ownership, optimizer: Optimizer, previous: Ownership | None = None
 ) -> Ownership:
@@ -196,60 +157,6 @@ def choose_ownership(
     return distribute(mode, optimizer, previous)
 
 
-def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
-    """Largest absolute entry of each gradient, (k,), float64 if any is; NaN or inf stay what they are."""
-    if not gradients:
-        return torch.zeros(0)
-    device = gradients[0].device
-    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
-    dtype = torch.float64 if wide else torch.float32
-    if device.type != "cpu":
-        norms = torch._foreach_norm(list(gradients), float("inf"))
-        return torch.stack([norm.to(device, dtype) for norm in norms])
-    # On a CPU an infinity norm takes ten times as long as both extremes do.
-    lows, highs = zip(*(torch.aminmax(gradient) for gradient in gradients), strict=True)
-    low = torch.stack([value.to(device, dtype) for value in lows])
-    return torch.maximum(-low, torch.stack([value.to(device, dtype) for value in highs]))
-
-
 def is_sharded(parameter: Tensor) -> bool:
     """Whether it is a DTensor; asked by attribute, so that DTensor need not be imported."""
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "full_tensor")
-
-
-def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize) -> None:
-    """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
-    if not parameters:
-        return
-    decay, rate = size.decay, size.rate
-    if isinstance(rate, Tensor):
-        updates = torch._foreach_mul(list(updates), rate)
-        rate = 1.0
-    low = [
-        i for i, (p, u) in enumerate(zip(parameters, updates, strict=True)) if p.dtype != u.dtype
-    ]
-    if not low:
-        _decay_and_add(list(parameters), list(updates), decay, rate)
-        return
-    # Allocated before anything is written: running out of memory then changes no weight.
-    wide = [parameters[i].to(updates[i].dtype) for i in low]
-    if len(low) < len(parameters):
-        same = [i for i in range(len(parameters)) if i not in set(low)]
-        some = [decay[i] for i in same] if isinstance(decay, list) else decay
-        _decay_and_add([parameters[i] for i in same], [updates[i] for i in same], some, rate)
-    if isinstance(decay, list):
-        decay = [decay[i] for i in low]
-    _decay_and_add(wide, [updates[i] for i in low], decay, rate)
-    for i, value in zip(low, wide, strict=True):
-        round_into(parameters[i], value, updates[i], size.rounding)
-
-
-def _decay_and_add(
-    parameters: list[Tensor],
-    updates: list[Tensor],
-    decay: float | Tensor | list[Tensor],
-    rate: float,
-) -> None:
-    if isinstance(decay, (Tensor, list)) or decay != 1.0:
-        torch._foreach_mul_(parameters, decay)
-    torch._foreach_add_(parameters, updates, alpha=-rate)

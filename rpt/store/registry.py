@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -9,9 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .roots import RootBackend
-from .stack import Stack, compute_dtype, matrix_shape
-from .stacking import host_layout, matrix_layouts, vector_layouts, vector_length_class
+from ..roots import RootBackend
+from .layout import (
+    Form,
+    compute_dtype,
+    form_of,
+    host_layout,
+    matrix_layouts,
+    vector_layouts,
+    vector_length_class,
+)
+from .stack import Seat, Stack
 
 __all__ = ["StackRegistry"]
 
@@ -28,15 +37,23 @@ class StackRegistry:
 
     def forget(self) -> None:
         """Rebuild all stacks from the optimizer's state before the next step."""
-        self._home: dict[int, tuple[Stack, int]] = {}
+        self._home: dict[int, Stack] = {}
         self._records: dict[int, Any] = {}
         # What the stacks were chosen by: facts of each parameter in them, and of the groups.
         self._facts: dict[int, tuple[Any, ...]] = {}
         self._groups: list[tuple[Any, ...]] = []
 
-    def home(self, parameter: Tensor) -> tuple[Stack, int]:
-        """The stack of a parameter and its position there."""
-        return self._home[id(parameter)]
+    def home(self, parameter: Tensor) -> tuple[Stack, Seat]:
+        """The stack of a parameter and its place there."""
+        stack = self._home[id(parameter)]
+        return stack, stack.seats[id(parameter)]
+
+    def nbytes(self, parameter: Tensor) -> int | None:
+        """A parameter's part of what the stacks hold; None where it is in none."""
+        if id(parameter) not in self._home:
+            return None
+        stack, seat = self.home(parameter)
+        return round(stack.share_of_bytes(seat))
 
     def ensure(
         self,
@@ -44,7 +61,7 @@ class StackRegistry:
         groups: Sequence[Mapping[str, Any]],
         state: MutableMapping[Tensor, Any],
         backend: Callable[[str], RootBackend],
-    ) -> None:
+    ) -> bool:
         """Give every parameter that takes part a place.
 
         Args:
@@ -52,6 +69,9 @@ class StackRegistry:
             groups: the optimizer's parameter groups.
             state: its state, in which records are filled with views.
             backend: the root backend behind a group's `roots` text.
+
+        Returns:
+            whether any stack was made anew.
         """
         live = list(live)
         described = [_group_facts(group) for group in groups]
@@ -60,44 +80,45 @@ class StackRegistry:
             for g, p in live
         )
         if settled:
-            return
+            return False
         taking_part = {id(p) for _, p in live}
         taking_part |= {id(p) for _, p in _members(groups) if "momentum" in state.get(p, {})}
-        shelves: dict[_Key, list[tuple[int, Tensor]]] = {}
-        seen: Counter[tuple[_Key, bool]] = Counter()
-        for key, parameter in _choose(groups, backend):
-            kind = key, _is_vector(parameter)
+        shelves: dict[_Key, list[tuple[Tensor, Form]]] = {}
+        for key, parameter, form in _choose(groups, backend):
             if id(parameter) in taking_part:
-                shelves.setdefault(key, []).append((seen[kind], parameter))
-            seen[kind] += 1
+                shelves.setdefault(key, []).append((parameter, form))
         self.forget()
         self._groups = described
         for key, members in shelves.items():
-            members.sort(key=lambda member: _is_vector(member[1]))
-            group, parameters = groups[key.group], [parameter for _, parameter in members]
+            members.sort(key=lambda member: not member[1].matrix)
+            group = groups[key.group]
             roots = backend(group["roots"]) if key.is_matrix else None
             if roots is not None and group["root_drift_threshold"] is None:
                 roots = roots.without_drift()
             stack = Stack(
-                parameters,
+                members,
                 roots,
                 dtype=key.dtype,
-                device=key.device,
+                like=_empty_like(members[0][0]),
                 polar_prior=group["polar_prior"],
-                shape=key.shape,
-                ordinals=[ordinal for ordinal, _ in members],
+                layout=key.shape,
                 capturable=group["capturable"],
             )
-            for i, parameter in enumerate(parameters):
+            for parameter, _ in members:
                 record = state[parameter]
-                stack.adopt(i, record)
-                self._home[id(parameter)] = (stack, i)
+                stack.adopt(stack.seats[id(parameter)], record)
+                self._home[id(parameter)] = stack
                 self._records[id(parameter)] = record
                 self._facts[id(parameter)] = _facts(key.group, parameter)
+        return True
 
 
-def _is_vector(parameter: Tensor) -> bool:
-    return matrix_shape(parameter) is None
+def _empty_like(parameter: Tensor) -> Tensor:
+    """An empty tensor of the kind that a parameter's state is made of: plain, or as fake as it is."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    if fakes is not None and isinstance(parameter, fakes.FakeTensor):
+        return parameter.detach().new_empty(0)
+    return torch.empty(0, device=parameter.device)
 
 
 class _Key(NamedTuple):
@@ -107,6 +128,8 @@ class _Key(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     is_matrix: bool
+    # Whether members may share the stack with anything that differs from them in shape.
+    shares: bool
     shape: tuple[int, int]
 
 
@@ -125,53 +148,50 @@ def _facts(index: int, parameter: Tensor) -> tuple[Any, ...]:
 def _group_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What about a group decides its stacks; compared in every step."""
     by_age = group["root_drift_threshold"] is None
-    return group["roots"], by_age, group["capturable"], [id(p) for p in group["params"]]
+    facts = group["roots"], by_age, group["capturable"], group["stacked"]
+    return (*facts, [id(p) for p in group["params"]])
 
 
 def _choose(
     groups: Sequence[Mapping[str, Any]], backend: Callable[[str], RootBackend]
-) -> list[tuple[_Key, Tensor]]:
+) -> list[tuple[_Key, Tensor, Form]]:
     """The stack of every parameter, whether it takes part or not: all ranks choose alike."""
-    everyone = [
-        (
-            _Key(
-                g,
-                compute_dtype(parameter),
-                parameter.device,
-                (shape := matrix_shape(parameter)) is not None,
-                shape or (1, vector_length_class(parameter.numel())),
-            ),
-            parameter,
+    everyone = []
+    for g, parameter in _members(groups):
+        form = form_of(parameter, groups[g])
+        shape = (
+            (form.rows, form.cols) if form.matrix else (1, vector_length_class(parameter.numel()))
         )
-        for g, parameter in _members(groups)
-    ]
+        dtype = compute_dtype(parameter)
+        # float64 is there for exactness, not for speed, and the published rule keeps every matrix to
+        # itself: rounding then has no company either.
+        by_age = groups[g]["root_drift_threshold"] is None
+        shares = dtype != torch.float64 and not form.lead and (by_age or not form.matrix)
+        key = _Key(g, dtype, parameter.device, form.matrix, shares, shape)
+        everyone.append((key, parameter, form))
     pools: dict[_Key, Counter[tuple[int, int]]] = {}
-    for key, _ in everyone:
-        pools.setdefault(_pool(key), Counter())[key.shape] += 1
+    for key, _, form in everyone:
+        pools.setdefault(_pool(key), Counter())[key.shape] += form.count
     layouts = {
         pool: _layouts(pool, shapes, groups[pool.group], backend) for pool, shapes in pools.items()
     }
     chosen = [
-        (key._replace(shape=layouts[_pool(key)].get(key.shape, key.shape)), parameter)
-        for key, parameter in everyone
+        (key._replace(shape=layouts[_pool(key)].get(key.shape, key.shape)), parameter, form)
+        for key, parameter, form in everyone
     ]
-    hosts = _hosts(Counter(key for key, _ in chosen), layouts, groups)
-    return [(hosts.get(key, key), parameter) for key, parameter in chosen]
+    hosts = _hosts(Counter(key for key, *_ in chosen), layouts)
+    return [(hosts.get(key, key), parameter, form) for key, parameter, form in chosen]
 
 
 def _hosts(
-    stacks: Mapping[_Key, int],
-    layouts: Mapping[_Key, Mapping[tuple[int, int], tuple[int, int]]],
-    groups: Sequence[Mapping[str, Any]],
+    stacks: Mapping[_Key, int], layouts: Mapping[_Key, Mapping[tuple[int, int], tuple[int, int]]]
 ) -> dict[_Key, _Key]:
     """For stacks of vectors that are better kept behind the matrices of another: that one."""
     found = {}
     for key, count in stacks.items():
-        pool = _pool(key)._replace(is_matrix=True)
-        group = groups[key.group]
-        # Recorded steps cost no dispatch, and exactness goes before speed.
-        if key.is_matrix or group["capturable"] or not _shares(pool, group):
+        if key.is_matrix or not key.shares:
             continue
+        pool = _pool(key)._replace(is_matrix=True)
         matrices = {k.shape: n for k, n in stacks.items() if k.is_matrix and _pool(k) == pool}
         own = layouts.get(pool, {})
         padded = {layout for shape, layout in own.items() if shape != layout}
@@ -193,16 +213,8 @@ def _layouts(
     backend: Callable[[str], RootBackend],
 ) -> dict[tuple[int, int], tuple[int, int]]:
     """The stack's shape for every shape that does not keep its own."""
+    if not pool.shares:
+        return {}
     if pool.is_matrix:
-        pads = backend(group["roots"]).pads
-        return matrix_layouts(shapes, pads) if _shares(pool, group) else {}
-    return vector_layouts(shapes) if pool.dtype != torch.float64 else {}
-
-
-def _shares(pool: _Key, group: Mapping[str, Any]) -> bool:
-    """Whether a matrix may share a stack with anything that differs from it in shape.
-
-    float64 is there for exactness, not for speed, and the published rule keeps every matrix to itself:
-    rounding then has no company either.
-    """
-    return pool.dtype != torch.float64 and group["root_drift_threshold"] is None
+        return matrix_layouts(shapes, backend(group["roots"]).pads)
+    return vector_layouts(shapes)

@@ -11,25 +11,28 @@ process of a run chooses alike.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Container, Mapping
-from functools import lru_cache
 from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cost import OVERHEAD, matrix_work
 
 __all__ = [
-    "COMPANY_SIDE",
+    "Form",
+    "compute_dtype",
+    "form_of",
     "host_layout",
     "matrix_layouts",
-    "matrix_work",
     "vector_layouts",
     "vector_length_class",
 ]
 
 Shape = tuple[int, int]
 
-# Costs are in floating-point operations at the 30 Gflop/s that a step reaches with small matrices on one
-# CPU core; a stack costs one to one and a half milliseconds there. A GPU does far more arithmetic in the
-# time that it takes to issue a stack's operations: all that is merged here is worth merging there.
-OVERHEAD = 4.5e7
 # A matrix this costly is never padded: one stack less could not be noticed beside it. 256 x 256 costs
 # four times as much, so that large networks are stepped as if nothing was ever merged.
 LARGEST = 1.2e8
@@ -40,32 +43,45 @@ _COPIES = 100.0
 # A vector's step per padded entry.
 _VECTOR = 200.0
 
-# In stacks with no side longer than this, matrices refresh their roots in company: a decomposition of
-# several costs little more than of one. Longer ones pay for each.
-COMPANY_SIDE = 64
+
+class Form(NamedTuple):
+    """What a parameter is to the rule: one matrix or vector, or a stack of them.
+
+    Attributes:
+        rows, cols: of each; (1, length) of a vector.
+        matrix: whether it has the metric and the polar share of matrices.
+        lead: the dimensions that count them, () for one.
+    """
+
+    rows: int
+    cols: int
+    matrix: bool
+    lead: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return math.prod(self.lead)
+
+
+def form_of(parameter: Tensor, group: Mapping[str, Any]) -> Form:
+    """(shape[0], numel/shape[0]) of two or more dimensions, else a vector; the last two of a `stacked` one."""
+    shape = parameter.shape
+    if len(shape) < 2:
+        return Form(1, parameter.numel(), False)
+    if len(shape) > 2 and group["stacked"]:
+        return Form(shape[-2], shape[-1], True, tuple(shape[:-2]))
+    return Form(shape[0], parameter.numel() // max(shape[0], 1), True)
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """float64 for float64 parameters, float32 for every other floating type."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
 def vector_length_class(length: int) -> int:
     """The padded length of a vector: the next power of two, and at least 64."""
     return max(64, 1 << (length - 1).bit_length())
-
-
-# Asked for every pair of shapes, most of which lead to the same few layouts.
-@lru_cache(maxsize=10_000)
-def matrix_work(rows: int, cols: int) -> float:
-    """What a step costs for one (rows, cols) matrix, in floating-point operations.
-
-    Both covariances and both roots' application, three Newton–Schulz steps, passes over memory, and
-    the decompositions' share: measured at 9 n³ + 1100 n² for a side of n, once in some 30 steps.
-    """
-    short, long = sorted((rows, cols))
-    metric = 4.0 * short * long * (short + long)
-    if long >= 2 * short:  # the polar factor stays on the Gram side
-        polar = 4.0 * short**2 * long + 18.0 * short**3
-    else:
-        polar = 12.0 * short**2 * long + 6.0 * short**3
-    roots = sum(0.3 * side**3 + 36.0 * side**2 for side in (short, long))
-    return metric + polar + roots + _PASSES * short * long
 
 
 def matrix_layouts(

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .scalars import Scalars, as_scalars, as_tensor, at_least, choose
+from .scalars import Numbers, Scalars
 
 __all__ = ["Schedule", "polar_factor", "polar_schedule", "polar_share"]
 
@@ -71,7 +71,7 @@ def polar_schedule(name: str, steps: int) -> Schedule:
     return Schedule(chosen + (_FINAL,) * (steps - len(chosen)), tight=True)
 
 
-def polar_factor(matrix: Tensor, schedule: Schedule, host_reads: bool = False) -> Tensor:
+def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor:
     """Approximate the polar factor U Vᵀ of each matrix U S Vᵀ.
 
     All steps are polynomials in the Gram matrix of the shorter side, which is formed once: a matrix
@@ -80,7 +80,7 @@ def polar_factor(matrix: Tensor, schedule: Schedule, host_reads: bool = False) -
     Args:
         matrix: (b, rows, cols), float32 or float64.
         schedule: coefficients and start.
-        host_reads: whether the lengths may be arrays (`rpt.scalars`).
+        numbers: how the lengths are kept.
 
     Returns:
         (b, rows, cols), singular values near one, the zero matrix for a zero matrix.
@@ -88,26 +88,24 @@ def polar_factor(matrix: Tensor, schedule: Schedule, host_reads: bool = False) -
     x, (short, long) = matrix, sorted(matrix.shape[-2:])
     tall = matrix.shape[-2] > short
     gram_side = long >= 2 * short
+    read, tensor, at_least = numbers.read, numbers.tensor, numbers.at_least
 
-    def gram_of(x: Tensor) -> Tensor:
-        return torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
-
-    gram = gram_of(x)
+    gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
     if schedule.tight:
         # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm. Of a matrix much
         # shorter than one the eighth powers are zero in float32: A is divided by its trace first.
         trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).view(-1, 1, 1)
-        shrink = 1.0 / at_least(as_scalars(trace, host_reads), 1e-30)
-        square = torch.bmm(gram.mul_(as_tensor(shrink)), gram)
+        shrink = 1.0 / at_least(read(trace), 1e-30)
+        square = torch.bmm(gram.mul_(tensor(shrink)), gram)
         # Of a trace of one the norm is at least n^-3/2: less is what underflowed.
-        scale = at_least(_lengths(square, host_reads), 1e-10) ** -0.5
+        scale = at_least(read(_lengths(square)), 1e-10) ** -0.5
         start = (scale * shrink) ** 0.5
     else:
         square = torch.bmm(gram, gram)
-        start = 1.0 / at_least(_lengths(x, host_reads), 1e-7)
+        start = 1.0 / at_least(read(_lengths(x)), 1e-7)
         scale = start * start
-    inverse = as_tensor(start)
-    gram, square = gram.mul_(as_tensor(scale)), square.mul_(as_tensor(scale * scale))
+    inverse = tensor(start)
+    gram, square = gram.mul_(tensor(scale)), square.mul_(tensor(scale * scale))
     factor: Tensor | None = None
     for i, (a, b, c) in enumerate(schedule.steps):
         if i:
@@ -124,7 +122,7 @@ def polar_factor(matrix: Tensor, schedule: Schedule, host_reads: bool = False) -
             if i == 0:
                 x.mul_(inverse)
             if not last:
-                gram = gram_of(x)
+                gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
     if factor is not None:
         factor = factor * inverse
         x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
@@ -132,11 +130,7 @@ def polar_factor(matrix: Tensor, schedule: Schedule, host_reads: bool = False) -
 
 
 def polar_share(
-    update: Tensor,
-    weight: Tensor,
-    schedule: Schedule,
-    transport_eps: float,
-    host_reads: bool = False,
+    update: Tensor, weight: Scalars, schedule: Schedule, transport_eps: float, numbers: Numbers
 ) -> Tensor:
     """Mix each update with its norm-matched polar factor and restore the update's own length.
 
@@ -145,35 +139,30 @@ def polar_share(
 
     Args:
         update: u, (b, rows, cols).
-        weight: α in [0, 1], (b,).
+        weight: α in [0, 1], (b, 1).
         schedule: of the polar factor.
         transport_eps: updates no longer than this are left alone.
-        host_reads: whether the numbers may be arrays, and decide what is computed.
+        numbers: how the numbers are kept; on the host they decide what is computed.
 
     Returns:
         (b, rows, cols). Rows with α = 0 come back unchanged, bit for bit.
     """
-    length = _lengths(update, host_reads)
+    where, tensor = numbers.where, numbers.tensor
+    length = numbers.read(_lengths(update))
     # Where nothing is to be shaped the coefficients become 1, 0 and 1: unchanged, bit for bit.
-    alpha = as_scalars(weight.to(update.dtype).view(-1, 1, 1), host_reads) * (
-        length > transport_eps
-    )
-    factor = polar_factor(update, schedule, host_reads)
-    factor.mul_(as_tensor(alpha * length * _reciprocal(_lengths(factor, host_reads))))
+    alpha = weight[:, :, None] * (length > transport_eps)
+    factor = polar_factor(update, schedule, numbers)
+    size = numbers.read(_lengths(factor))
+    factor.mul_(tensor(alpha * length * ((size > 0) / where(size > 0, size, 1.0))))
     # Reading the host's own memory costs nothing, and the weight is 1 until something is observed.
-    if not isinstance(alpha, Tensor) and (alpha == 1.0).all():
+    if numbers.on_host and (alpha == 1.0).all():
         return factor
-    blend = factor.addcmul_(update, as_tensor(1.0 - alpha))
-    restore = choose(alpha == 0, 1.0, length * _reciprocal(_lengths(blend, host_reads)))
-    return blend.mul_(as_tensor(restore))
+    blend = factor.addcmul_(update, tensor(1.0 - alpha))
+    size = numbers.read(_lengths(blend))
+    restore = where(alpha == 0, 1.0, length * ((size > 0) / where(size > 0, size, 1.0)))
+    return blend.mul_(tensor(restore))
 
 
-def _lengths(matrix: Tensor, host_reads: bool) -> Scalars:
+def _lengths(matrix: Tensor) -> Tensor:
     """Frobenius norms, (b, 1, 1)."""
-    return as_scalars(torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True), host_reads)
-
-
-def _reciprocal(length: Scalars) -> Scalars:
-    """1/‖·‖, and 0 for a zero matrix."""
-    held = length > 0
-    return held / choose(held, length, 1.0)
+    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)

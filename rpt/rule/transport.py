@@ -1,21 +1,20 @@
 """Momentum carried by the minimum rotation between live requests, axial closure, and the certificate.
 
 Pure functions over a stack of `b` parameters, each flattened to `n` entries: tensors are (b, n),
-per-parameter scalars are (b, 1), arrays or tensors (`rpt.scalars`). Zero padding at the end of a row
-changes no result, because everything here is an inner product or a linear combination.
+per-parameter scalars are (b, 1), arrays or tensors (`rpt.rule.scalars`). Zero padding at the end of a
+row changes no result, because everything here is an inner product or a linear combination.
 
 Source: the RPT guide, "Transport remains the default update".
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .scalars import Scalars, as_scalars, as_tensor, at_least, at_most, choose
+from .scalars import Numbers, Scalars
 
 __all__ = [
     "Carried",
@@ -23,7 +22,6 @@ __all__ = [
     "carry",
     "certificate",
     "live_frame",
-    "rescale_to_rms",
     "rotation",
     "store_frame",
 ]
@@ -79,43 +77,40 @@ def norm(x: Tensor) -> Tensor:
 
 
 def live_frame(
-    request: Tensor,
-    stored: Tensor,
-    held: Scalars,
-    transport_eps: float,
-    host_reads: bool = False,
+    request: Tensor, stored: Tensor, held: Scalars, transport_eps: float, numbers: Numbers
 ) -> Frame:
     """Compare the request's direction with the stored frame.
 
     Args:
         request: P, (b, n).
         stored: h₋, (b, n).
-        held: whether a frame is stored, bool (b, 1), an array where the host may read.
+        held: whether a frame is stored, bool (b, 1).
         transport_eps: τ.
-        host_reads: whether the numbers may be arrays.
+        numbers: how the numbers are kept.
     """
-    length = as_scalars(norm(request), host_reads)
+    length = numbers.read(norm(request))
     live = length > transport_eps
-    inverse = live / choose(live, length, 1.0)
+    inverse = live / numbers.where(live, length, 1.0)
     compared = live & held
-    cosine = as_scalars(dot(stored, request), host_reads) * inverse
-    coherence = choose(compared, at_most(at_least(cosine, -1.0), 1.0), 1.0)
-    confidence = at_least(coherence, 0.0) * live
+    cosine = numbers.read(dot(stored, request)) * inverse
+    cosine = numbers.at_most(numbers.at_least(cosine, -1.0), 1.0)
+    coherence = numbers.where(compared, cosine, 1.0)
+    confidence = numbers.at_least(coherence, 0.0) * live
     return Frame(length, inverse, coherence, confidence, compared, live)
 
 
-def store_frame(stored: Tensor, request: Tensor, frame: Frame) -> None:
+def store_frame(stored: Tensor, request: Tensor, frame: Frame, numbers: Numbers) -> None:
     """h₋ <- P/‖P‖ in place; the stored frame stays where the request vanished."""
-    inverse = as_tensor(frame.inverse)
+    inverse = numbers.tensor(frame.inverse)
     # Read where it costs nothing: a copy of the large tensor is saved.
-    if inverse is not frame.inverse and frame.live.all():
+    if numbers.on_host and frame.live.all():
         torch.mul(request, inverse, out=stored)
     else:
-        stored.mul_(as_tensor(~frame.live)).addcmul_(request, inverse)
+        stored.mul_(numbers.tensor(~frame.live)).addcmul_(request, inverse)
 
 
 def rotation(
-    along_old: Scalars, along_new: Scalars, frame: Frame, transport_eps: float
+    along_old: Scalars, along_new: Scalars, frame: Frame, transport_eps: float, numbers: Numbers
 ) -> tuple[Scalars, Scalars, Scalars]:
     """Carry the momentum into the live frame: coefficients on (m, h₋, h), each (b, 1).
 
@@ -132,11 +127,12 @@ def rotation(
         along_new: ⟨m,h⟩, (b, 1).
         frame: what `live_frame` returned.
         transport_eps: τ.
+        numbers: how the numbers are kept.
     """
     q, rho = frame.coherence, frame.confidence
     opening = 1.0 + q
     turns = frame.compared & (opening > transport_eps)
-    tilt = (along_new - along_old * q) / at_least(opening, transport_eps)
+    tilt = (along_new - along_old * q) / numbers.at_least(opening, transport_eps)
     on_old = -(along_old + tilt)
     on_new = along_old - tilt
     forward = along_new + on_old * q + on_new
@@ -159,6 +155,7 @@ def carry(
     beta1: float,
     correction: Scalars | float,
     transport_eps: float,
+    numbers: Numbers,
     transport: bool = True,
     closure: bool = True,
 ) -> Carried:
@@ -178,36 +175,34 @@ def carry(
         beta1: momentum coefficient.
         correction: 1 - β1^t, a float or (b, 1).
         transport_eps: τ.
+        numbers: how the numbers are kept.
         transport: False leaves the momentum where it was.
         closure: False leaves plain bias-corrected momentum, u = m̂.
     """
-    host_reads = not isinstance(frame.length, Tensor)
-
-    def along_rows(x: Tensor) -> Scalars:
-        return as_scalars(dot(momentum, x), host_reads)
-
-    along = along_rows(request) * frame.inverse
+    tensor = numbers.tensor
+    along = numbers.read(dot(momentum, request)) * frame.inverse
     if transport:
-        on_m, on_old, on_new = rotation(along_rows(stored), along, frame, transport_eps)
+        behind = numbers.read(dot(momentum, stored))
+        on_m, on_old, on_new = rotation(behind, along, frame, transport_eps, numbers)
         on_m, on_old, on_new = beta1 * on_m, beta1 * on_old, beta1 * on_new
         # ⟨m,h⟩ of the carried momentum follows from the coefficients: no large tensor is read again.
         along = on_m * along + on_old * frame.coherence + on_new
-        momentum.mul_(as_tensor(on_m)).addcmul_(stored, as_tensor(on_old))
-        momentum.addcmul_(request, as_tensor(on_new * frame.inverse + (1.0 - beta1)))
+        momentum.mul_(tensor(on_m)).addcmul_(stored, tensor(on_old))
+        momentum.addcmul_(request, tensor(on_new * frame.inverse + (1.0 - beta1)))
     else:
         along = beta1 * along
         momentum.lerp_(request, 1.0 - beta1)
     along = along + (1.0 - beta1) * frame.length
     if not closure:
-        return Carried(momentum, momentum / as_tensor(correction), frame.confidence * 0.0)
+        return Carried(momentum, momentum / tensor(correction), frame.confidence * 0.0)
     closing = frame.confidence * beta1 * (frame.length - along / correction)
-    update = momentum * as_tensor(beta1 / correction)
-    update.addcmul_(request, as_tensor(closing * frame.inverse + (1.0 - beta1)))
+    update = momentum * tensor(beta1 / correction)
+    update.addcmul_(request, tensor(closing * frame.inverse + (1.0 - beta1)))
     return Carried(momentum, update, closing)
 
 
 def certificate(
-    update: Tensor, gradient: Tensor, host_reads: bool = False
+    update: Tensor, gradient: Tensor, numbers: Numbers
 ) -> tuple[Tensor, Scalars, Scalars]:
     """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0; 0 if only rounding is left.
 
@@ -217,24 +212,24 @@ def certificate(
     Args:
         update: u, (b, n).
         gradient: G, (b, n).
-        host_reads: whether the numbers may be arrays, and decide what is computed.
+        numbers: how the numbers are kept; on the host they decide what is computed.
 
     Returns:
         the certified update, (b, n), its length, (b, 1), and its cosine with the gradient, (b, 1), 1
         where either is zero.
     """
     size = norm(update)
-    if not host_reads or update.dtype != torch.float32:
+    if not numbers.on_host or update.dtype != torch.float32:
         certified, size, cosine = _remove_opposing(update, gradient, size)
-        return certified, as_scalars(size, host_reads), as_scalars(cosine, host_reads)
-    length = as_scalars(size, True)
+        return certified, numbers.read(size), numbers.read(cosine)
+    length = numbers.read(size)
     # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
     # Lengths too small for a product in float32 give a cosine too small to pass.
-    lengths = at_least(length * as_scalars(norm(gradient), True), 1e-30)
-    cosine = as_scalars(dot(update, gradient), True) / lengths
+    lengths = numbers.at_least(length * numbers.read(norm(gradient)), 1e-30)
+    cosine = numbers.read(dot(update, gradient)) / lengths
     doubtful = ~(cosine > 1e-3)[:, 0]
     if doubtful.any():
-        rows = as_tensor(doubtful.nonzero()[0])
+        rows = torch.from_numpy(doubtful.nonzero()[0])
         part, left, alignment = _remove_opposing(update[rows], gradient[rows], size[rows])
         update = update.index_copy(0, rows, part)
         length[doubtful], cosine[doubtful] = left.numpy(), alignment.numpy()
@@ -260,19 +255,3 @@ def _remove_opposing(
     lengths = length.double() * squared.sqrt()
     cosine = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0).to(update.dtype)
     return certified, length, cosine
-
-
-def rescale_to_rms(update: Tensor, length: Scalars, rms: float, size: Scalars) -> Tensor:
-    """Give every row the root mean square `rms` over its `size` true entries; a zero row stays zero.
-
-    A row of one entry keeps its length: there is nothing to spread, and a fixed length would leave
-    its sign alone. A scalar's first step is then the learning rate, as AdamW's.
-
-    Args:
-        update: u, (b, n), changed in place.
-        length: ‖u‖, (b, 1).
-        rms: the target, in units of the learning rate.
-        size: number of entries behind each row without padding, (b, 1).
-    """
-    target = choose(size > 1, rms * size**0.5, length)
-    return update.mul_(as_tensor(target / choose(length > 0, length, math.inf)))
