@@ -5,16 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .ownership import Agreement, Live, Outcome, StepSize
-from .rule.update import Step
 
-__all__ = ["SingleProcess", "apply_updates", "largest_entries", "round_into", "step_size"]
+if TYPE_CHECKING:
+    from rpt.observers.staging import Committed
+
+__all__ = [
+    "SingleProcess",
+    "apply_updates",
+    "largest_entries",
+    "round_into",
+    "step_size",
+    "weight_norms",
+]
 
 
 def step_size(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> StepSize:
@@ -29,28 +38,24 @@ def step_size(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 
 def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize) -> None:
     """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
-    if not parameters:
-        return
     decay, rate = size.decay, size.rate
     if isinstance(rate, Tensor):
-        updates = torch._foreach_mul(list(updates), rate)
-        rate = 1.0
-    low = [
-        i for i, (p, u) in enumerate(zip(parameters, updates, strict=True)) if p.dtype != u.dtype
-    ]
-    if not low:
-        _decay_and_add(list(parameters), list(updates), decay, rate)
-        return
+        updates, rate = torch._foreach_mul(list(updates), rate), 1.0
+    same: list[int] = []
+    low: list[int] = []
+    for i, parameter in enumerate(parameters):
+        (same if parameter.dtype == updates[i].dtype else low).append(i)
     # Allocated before anything is written: running out of memory then changes no weight.
-    wide = [parameters[i].to(updates[i].dtype) for i in low]
-    if len(low) < len(parameters):
-        same = [i for i in range(len(parameters)) if i not in set(low)]
-        some = [decay[i] for i in same] if isinstance(decay, list) else decay
-        _decay_and_add([parameters[i] for i in same], [updates[i] for i in same], some, rate)
-    if isinstance(decay, list):
-        decay = [decay[i] for i in low]
-    _decay_and_add(wide, [updates[i] for i in low], decay, rate)
-    for i, value in zip(low, wide, strict=True):
+    wide = {i: parameters[i].to(updates[i].dtype) for i in low} if low else {}
+    for some in (same, low):
+        if some:
+            _decay_and_add(
+                [wide.get(i, parameters[i]) for i in some],
+                [updates[i] for i in some],
+                [decay[i] for i in some] if isinstance(decay, list) else decay,
+                rate,
+            )
+    for i, value in wide.items():
         round_into(parameters[i], value, updates[i], size.rounding)
 
 
@@ -68,17 +73,28 @@ def _decay_and_add(
 def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
     """Largest absolute entry of each gradient, (k,), float64 if any is; NaN or inf stay what they are."""
     if not gradients:
-        return torch.zeros(0)
-    device = gradients[0].device
-    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
-    dtype = torch.float64 if wide else torch.float32
+        return torch.zeros(0, device="cpu")
+    device, dtype = gradients[0].device, torch.float32
+    extremes = []
+    for gradient in gradients:
+        if gradient.dtype == torch.float64:
+            dtype = torch.float64
     if device.type != "cpu":
         norms = torch._foreach_norm(list(gradients), float("inf"))
         return torch.stack([norm.to(device, dtype) for norm in norms])
     # On a CPU an infinity norm takes ten times as long as both extremes do.
-    lows, highs = zip(*(torch.aminmax(gradient) for gradient in gradients), strict=True)
-    low = torch.stack([value.to(device, dtype) for value in lows])
-    return torch.maximum(-low, torch.stack([value.to(device, dtype) for value in highs]))
+    for gradient in gradients:
+        low, high = torch.aminmax(gradient)
+        extremes += [low.to(device, dtype), high.to(device, dtype)]
+    return torch.stack(extremes).view(-1, 2).abs().amax(1)
+
+
+def weight_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """‖W‖ of each, (k,), in float32 or the parameters' float64: half precision would overflow."""
+    dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+    if parameters[0].device.type == "cpu":
+        return torch.stack([torch.linalg.vector_norm(p, dtype=dtype) for p in parameters])
+    return torch.stack(torch._foreach_norm(list(parameters), 2, dtype=dtype))
 
 
 def round_into(parameter: Tensor, value: Tensor, update: Tensor, rounding: str) -> None:
@@ -93,7 +109,7 @@ def round_into(parameter: Tensor, value: Tensor, update: Tensor, rounding: str) 
         parameter: any floating dtype; other than bfloat16 it is rounded to nearest.
         value: the new weight, of the same shape.
         update: what it was changed by, of the same shape and `value`'s dtype.
-        rounding: one of `ROUNDINGS`.
+        rounding: "nearest" or "stochastic".
     """
     if rounding == "stochastic" and parameter.dtype == torch.bfloat16:
         value = _dither(value.float(), update.float())
@@ -116,10 +132,12 @@ def _dither(value: Tensor, update: Tensor) -> Tensor:
 class SingleProcess:
     """Everything is here."""
 
-    def agree(self, live: Sequence[Live], observed: Committed) -> Agreement:
-        peaks = largest_entries([gradient for *_, gradient in live])
+    def agree(self, live: list[Live], observed: Committed) -> Agreement:
+        gradients = []
+        for _, _, gradient in live:
+            gradients.append(gradient)  # noqa: PERF402
         # One host synchronisation: which parameters take part is the host's decision.
-        return Agreement(list(live), peaks.tolist(), observed)
+        return Agreement(live, largest_entries(gradients).tolist(), observed)
 
     def refuse(self, error: Exception) -> None:
         pass
@@ -127,15 +145,19 @@ class SingleProcess:
     def owns(self, parameter: Tensor) -> bool:
         return True
 
-    def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
-        yield list(live)
+    def portions(self, live: list[Live]) -> Iterable[list[Live]]:
+        return [live]
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        return weight_norms(parameters)
 
     def deliver(
         self,
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
         size: StepSize,
-        step: Step,
+        compared: Tensor,
+        refreshed: Sequence[int],
     ) -> None:
         apply_updates(parameters, updates, size)
 

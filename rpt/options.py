@@ -180,14 +180,38 @@ OPTIONS: tuple[Option, ...] = (
     # An absolute floor would make tiny gradients behave differently from large ones.
     Option("eps", 0.0, 1e-8, _number(), "absolute floor, in units of the gradient."),
     Option("weight_decay", 1e-2, 1e-4, _number(), "decoupled, as in AdamW."),
-    # 4 √((1-β1)/(1+β1)): one fixed step length, at which AdamW's best rate is near RPT's. Vectors too:
-    # left at their own length the battery's GPT ends 5 % higher.
+    # A step is as long as AdamW's would be, by the law that AdamW's own length follows, and never more
+    # than a share of the matrix: that is what lets its rate carry over (docs/defaults.md).
     Option(
         "update_rms",
-        0.92,
+        1.2,
         None,
         _number(above=True, optional=True),
-        "root mean square that every update gets before the learning rate, None for none.",
+        "root mean square that an update gets before the learning rate where successive requests are "
+        "noise; None leaves every update its own length.",
+    ),
+    Option(
+        "signal_length",
+        True,
+        False,
+        _flag,
+        "whether that length follows the signal: longer where requests agree, shorter where they "
+        "oppose each other, as AdamW's does (off: one fixed length).",
+    ),
+    Option(
+        "thin_as_vector",
+        True,
+        False,
+        _flag,
+        "whether a matrix of one row or one column is stepped as a vector.",
+    ),
+    Option(
+        "max_relative_step",
+        0.07,
+        None,
+        _number(above=True, optional=True),
+        "the largest share of its own root mean square by which one step may change a matrix, None "
+        "for no bound.",
     ),
     # At weight 0 the battery's GPT ends 23 % higher, operator_1d at twice the loss.
     Option(
@@ -492,6 +516,8 @@ _RULE = (
     "root_drift_threshold",
     "max_root_staleness",
     "update_rms",
+    "signal_length",
+    "max_relative_step",
     "transport",
     "closure",
     "maximize",

@@ -6,19 +6,16 @@ nothing but hand tensors through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .rounding import round_into
-
 if TYPE_CHECKING:
     from rpt.observers.staging import Committed
-
-    from .update import Step
 
 __all__ = [
     "MODES",
@@ -26,18 +23,18 @@ __all__ = [
     "Live",
     "Outcome",
     "Ownership",
-    "SingleProcess",
+    "OwnershipMode",
     "StepSize",
-    "apply_updates",
     "choose_ownership",
     "is_sharded",
-    "largest_entries",
+    "unreadable",
 ]
 
 # (group index, parameter, gradient)
 Live = tuple[int, Tensor, Tensor]
 
-MODES = ("auto", "owner", "replicated", "local")
+OwnershipMode = Literal["auto", "owner", "replicated", "local"]
+MODES = get_args(OwnershipMode)
 
 
 class Agreement(NamedTuple):
@@ -76,7 +73,7 @@ class StepSize(NamedTuple):
     Attributes:
         decay: 1 - lr·g·weight_decay: one for all, or a list of 0-d tensors, one for each.
         rate: lr·g.
-        rounding: of `rpt.rounding.ROUNDINGS`.
+        rounding: "nearest" or "stochastic".
     """
 
     decay: float | Tensor | list[Tensor]
@@ -100,8 +97,12 @@ class Ownership(Protocol):
         """Whether its state lives here and its update is computed here."""
         ...
 
-    def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
+    def portions(self, live: list[Live]) -> Iterable[list[Live]]:
         """What to compute here, part by part, with gradients of whole parameters, plain tensors."""
+        ...
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """‖W‖ of whole parameters that are being computed here, (k,)."""
         ...
 
     def deliver(
@@ -109,9 +110,18 @@ class Ownership(Protocol):
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
         size: StepSize,
-        step: Step,
+        compared: Tensor,
+        refreshed: Sequence[int],
     ) -> None:
-        """W <- decay · W - rate · u for every parameter, on every rank that holds a part of it."""
+        """W <- decay · W - rate · u for every parameter, on every rank that holds a part of it.
+
+        Args:
+            parameters: k of them, each whole.
+            updates: u of each, in its shape.
+            size: how they reach the weights.
+            compared: which frames were compared with an earlier one, bool (k,).
+            refreshed: which ones' roots were made anew.
+        """
         ...
 
     def fail(self, error: Exception) -> None:
@@ -132,14 +142,17 @@ class Ownership(Protocol):
 
 
 def choose_ownership(
-    mode: str | Ownership, optimizer: Optimizer, previous: Ownership | None = None
-) -> Ownership:
+    mode: OwnershipMode | Ownership, optimizer: Optimizer, previous: Ownership | None = None
+) -> Ownership | None:
     """The object for a mode of `MODES`; `rpt.distributed` says what each does on several ranks.
 
     Args:
         mode: the optimizer's `ownership` option.
         optimizer: whose parameters are shared; its groups and state are read anew in every step.
         previous: what was chosen before parameters were added: they keep their owners.
+
+    Returns:
+        None where this process is alone with its parameters.
     """
     if not isinstance(mode, str):
         return mode
@@ -150,7 +163,7 @@ def choose_ownership(
         and torch.distributed.get_world_size() > 1
     )
     if not sharded and (mode == "local" or not several):
-        return SingleProcess()
+        return None
     # Imported here so that a single process never loads it.
     from .distributed import distribute
 
@@ -160,3 +173,11 @@ def choose_ownership(
 def is_sharded(parameter: Tensor) -> bool:
     """Whether it is a DTensor; asked by attribute, so that DTensor need not be imported."""
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "full_tensor")
+
+
+def unreadable(parameter: Tensor) -> bool:
+    """Whether its entries have no values: a meta tensor, or a fake one of a tracer."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return parameter.device.type == "meta" or (
+        fakes is not None and isinstance(parameter, fakes.FakeTensor)
+    )

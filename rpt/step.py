@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .apply import largest_entries, step_size
+from .apply import largest_entries, step_size, weight_norms
 from .ownership import Live, Outcome, Ownership, StepSize
-from .rule.scalars import Scalars, numbers_of, quiet
-from .rule.schedule import OUTGROWN, divisor, most_overdue, next_unit, overdue
+from .rule.length import next_gain, relative_limit
+from .rule.scalars import Scalars, numbers_of
+from .rule.schedule import OUTGROWN, divisor, most_overdue, next_unit, overdue, share_of_age
 from .rule.update import Facts, Rows, Rule, Step, drift, measure, take_step, update_polar_weight
-from .store.schema import COUNTERS, METRIC, VALUES
+from .store.schema import COUNTERS, METRIC, VALUES, WHO
 from .store.stack import Index, Seat, Stack
 
-__all__ = ["Work", "advance", "deliver", "is_recording", "next_gain", "plan"]
+__all__ = ["Work", "advance", "deliver", "group_gain", "is_recording", "plan"]
 
 
 def is_recording() -> bool:
@@ -46,6 +47,8 @@ class Work:
         rule: its numbers.
         recorded: whether decisions are made by tensors.
         index: their rows, None for all of the stack's.
+        lead: whether any is a stack of matrices or vectors of its own.
+        alike: whether all have one shape, and rows hold them without padding.
     """
 
     stack: Stack
@@ -58,11 +61,13 @@ class Work:
     recorded: bool
     index: Index | None
     lead: bool
+    alike: bool
     # The stack's tensors, or copies of some rows; what of them the rule works on; the counters, which
     # are arrays where the host decides.
     tensors: dict[str, Tensor] = field(default_factory=dict)
     rows: Rows | None = None
     counts: dict[str, Scalars] = field(default_factory=dict)
+    extents: Scalars = None
     shares: Scalars = None
     own: bool = False
     # Of the step at hand.
@@ -74,6 +79,7 @@ class Work:
     finite: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
     step: Step | None = None
+    failed: Tensor | None = None
 
     def open(self) -> Rows:
         """What the rule works on."""
@@ -89,11 +95,13 @@ class Work:
         }
         # Copies are returned after the step.
         self.own = index is None and (self.recorded or tensors["step"].device.type == "cpu")
-        sizes, shares, shapes = stack.sizes, stack.shares, stack.true_shapes
+        sizes, extents, shapes = stack.sizes, stack.extents[: stack.matrices], stack.true_shapes
         if index is not None:
-            sizes, shares = sizes[index.all], shares[index.matrix.to(shares.device)]
+            sizes, extents = sizes[index.all], extents[index.matrix.to(extents.device)]
             shapes = None if shapes is None else shapes[index.matrix]
-        self.shares = shares if self.recorded else shares.cpu().numpy()
+        deciding = numbers_of(stack.dtype, not self.recorded)
+        self.extents = extents if self.recorded else extents.cpu().numpy()
+        self.shares = share_of_age(self.extents, deciding)
         self.rows = Rows(
             momentum=tensors["momentum"],
             frame=tensors["frame"],
@@ -101,7 +109,7 @@ class Work:
             values={name: numbers.read(tensors[name]) for name in VALUES if name in tensors},
             sizes=numbers.read(sizes),
             layout=stack.layout,
-            matrices=len(shares),
+            matrices=len(extents),
             shapes=shapes,
             backend=stack.backend,
             numbers=numbers,
@@ -119,7 +127,17 @@ class Work:
                 stack.write_back(self.tensors, self.index)
             self.rows = None
             self.tensors, self.counts = {}, {}
-        self.gradients, self.gradient, self.facts, self.before = [], None, None, {}
+        self.gradients, self.gradient, self.step, self.finite = [], None, None, None
+        self.before = {}
+
+    def tried(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, whether it failed) of the roots that were due in the step just taken."""
+        assert self.facts is not None
+        assert self.facts.due is not None
+        assert self.failed is not None
+        owners = [s.parameter for s in self.seats for _ in range(s.form.count)]
+        rows, failed = self.facts.due.tolist(), self.failed.cpu()
+        return [(owners[row], bad) for row, bad in zip(rows, failed, strict=True)]
 
 
 def plan(
@@ -152,7 +170,8 @@ def plan(
                 rules[g],
                 recorded,
                 stack.index(seats),
-                any(seat.form.lead for seat in seats),
+                lead := any(seat.form.lead for seat in seats),
+                not (stack.ragged or lead) and len({s.parameter.shape for s in seats}) == 1,
             )
         )
     return works
@@ -164,6 +183,7 @@ def advance(
     peaks: Sequence[float],
     ranks: Mapping[Tensor, Tensor],
     global_rank: Tensor | None,
+    ownership: Ownership,
 ) -> None:
     """Take the step of some stacks, up to their updates.
 
@@ -172,8 +192,10 @@ def advance(
         live: (group index, parameter, gradient).
         peaks: largest absolute entry of each gradient, all finite; not read where steps are recorded.
         ranks, global_rank: what was observed.
+        ownership: knows the lengths of whole weights.
     """
-    with quiet():
+    # Arithmetic on arrays as tensors do it: infinities and NaN without a warning.
+    with np.errstate(all="ignore"):
         waiting = []
         for work in batch:
             _begin(work, live, peaks, ranks, global_rank)
@@ -187,7 +209,10 @@ def advance(
             assert work.facts is not None
             if not work.recorded and work.due is not None:
                 work.facts.due = _rows_that_are(work.due, work.stack.device)
+            if work.rule.max_relative_step is not None and work.rows.matrices:
+                work.facts.limits = _limits(work, ownership)
             work.step = take_step(work.rows, work.gradient, work.facts, work.rule)
+            work.failed = work.step.failed
 
 
 def _begin(
@@ -231,12 +256,8 @@ def _begin(
         gradient.masked_fill_(~work.finite, 0.0)
     measure(rows, gradient, rule)
 
-    step = counts["step"] + 1
-    seen = step
-    count = rows.matrices
-    if count:
-        seen = counts["step"] + 1
-        seen[:count] -= counts["metric_start"]
+    step, count = counts["step"] + 1, rows.matrices
+    seen = step - counts["metric_start"]
     # float64: a float32 power would tell in the corrections of a float64 parameter.
     correction1 = 1.0 - rule.beta1 ** deciding.cast(step, deciding.wide)
     correction2 = 1.0 - rule.beta2 ** deciding.cast(seen, deciding.wide)
@@ -346,52 +367,141 @@ def _gather(work: Work, divisors: Scalars) -> Tensor:
     if not stack.ragged:
         if len(work.gradients) == 1:
             return torch.div(work.gradients[0].reshape(len(scale), -1), scale)
-        if work.lead:
-            joined = torch.cat([g.reshape(-1, stack.width) for g in work.gradients])
-        else:
+        if work.alike:
             joined = torch.stack(work.gradients).view(len(scale), -1)
+        else:
+            joined = torch.cat([g.reshape(-1, stack.width) for g in work.gradients])
         return joined.div_(scale) if joined.dtype == stack.dtype else joined / scale
     if work.index is None:
-        rows, places = stack.buffer_and_places()
+        rows, places = stack.buffer, stack.places
     else:
         rows = work.rows.momentum.new_zeros(len(scale), stack.width)
-        places = _places(work, rows)
+        places = stack.unpacked(rows, work.seats)
     torch._foreach_copy_(places, work.gradients)
     return rows.div_(scale)
 
 
-def _places(work: Work, rows: Tensor) -> list[Tensor]:
-    """Views of (k, rows·cols) in the parameters' own shapes."""
-    counts = [seat.form.count for seat in work.seats]
-    return [
-        work.stack.unpack(part, seat)
-        for part, seat in zip(rows.split(counts), work.seats, strict=True)
-    ]
+def _limits(work: Work, ownership: Ownership) -> Scalars:
+    """The largest RMS that each row's update may have, (k, 1); vectors have no bound."""
+    rows, stack, rule = work.rows, work.stack, work.rule
+    assert rows is not None
+    assert rule.max_relative_step is not None
+    numbers, count = rows.numbers, rows.matrices
+    if work.lead:
+        each = [m for s in work.seats if s.form.matrix for m in s.parameter.view(-1, *stack.layout)]
+        norms = weight_norms(each)
+    else:
+        norms = ownership.weight_norms(work.parameters[:count])
+    rate = step_size(work.group, stack.device, stack.dtype).rate
+    norms = numbers.read(norms.to(stack.device, stack.dtype)[:, None])
+    fan_in = _sent(work, work.extents[:, 1:])
+    found = relative_limit(norms, rows.sizes[:count], fan_in, rule.max_relative_step, rate, numbers)
+    if count == len(rows.sizes):
+        return found
+    limits = rows.sizes + math.inf
+    limits[:count] = found
+    return limits
 
 
 def deliver(work: Work, ownership: Ownership) -> Outcome:
     """Write a finished stack's update to the parameters and its counters to their state."""
-    step, stack, counts = work.step, work.stack, work.counts
+    step, stack, finite = work.step, work.stack, work.finite
     assert step is not None
     size = step_size(work.group, stack.device, stack.dtype)
-    update = step.update
-    finite = work.finite
+    update, compared = step.update, step.compared
     if finite is not None:
         update, size = _masked(work, update, size)
-    if stack.ragged and work.index is None:
-        rows, updates = stack.buffer_and_places()
-        rows.copy_(update)
-    elif stack.ragged or work.lead:
-        updates = _places(work, update)
-    else:
-        shape = work.parameters[0].shape
-        updates = list(update.view(-1, *shape).unbind(0))
-    refreshed = _count(work)
-    ownership.deliver(work.parameters, updates, size, step, refreshed)
-    parameters, compared = work.parameters, step.compared
-    if work.lead:
-        parameters = [s.parameter for s in work.seats for _ in range(s.form.count)]
-    if finite is not None:
         compared = compared & finite[:, 0]
+    if stack.ragged and work.index is None:
+        stack.buffer.copy_(update)
+        updates = stack.places
+    elif work.alike:
+        updates = list(update.view(-1, *work.parameters[0].shape).unbind(0))
+    else:
+        updates = stack.unpacked(update, work.seats)
+    parameters, refreshed, told = work.parameters, _refreshed(work), compared
+    if work.lead:
+        starts = _starts(work)
+        parameters = [s.parameter for s in work.seats for _ in range(s.form.count)]
+        told = compared[starts]
+        refreshed = [k for k, start in enumerate(starts) if start in refreshed]
+    ownership.deliver(work.parameters, updates, size, told, refreshed)
+    if finite is None:
+        work.counts["step"] += 1
+    else:
+        _keep_what_is_not_finite(work, finite)
     work.close()
     return Outcome(work.group_index, parameters, step.coherence, compared)
+
+
+def _starts(work: Work) -> list[int]:
+    """The first row of each parameter."""
+    starts, row = [], 0
+    for seat in work.seats:
+        starts.append(row)
+        row += seat.form.count
+    return starts
+
+
+def _refreshed(work: Work) -> list[int]:
+    """Count what was made anew; which rows these are, where the host knows."""
+    assert work.facts is not None
+    due, counts = work.facts.due, work.counts
+    if due is None:
+        return []
+    last, refreshes, peak = (counts[k] for k in ("last_root_step", "root_refreshes", "root_peak"))
+    # Roots of a metric that has seen only zero gradients are none: the next step makes them.
+    if work.recorded:
+        made = counts["unit"][due] > 0
+        last[due] = torch.where(made, counts["step"][due] + 1, last[due])
+        peak[due] = torch.where(made, counts["peak"][due], peak[due])
+        refreshes[due] += made
+        return []
+    rows = due.cpu().numpy()
+    rows = rows[counts["unit"][rows, 0] > 0]
+    last[rows], peak[rows] = counts["step"][rows] + 1, counts["peak"][rows]
+    refreshes[rows] += 1
+    return rows.tolist()  # type: ignore[no-any-return]
+
+
+def _masked(work: Work, update: Tensor, size: StepSize) -> tuple[Tensor, StepSize]:
+    """Rates of 0 where a gradient is not finite: the update times its rate, and decay for each."""
+    assert work.finite is not None
+    rates = work.finite.to(update.dtype) * size.rate
+    decay: Any = 1.0
+    if work.group["weight_decay"]:
+        decays = (1.0 - rates[:, 0] * work.group["weight_decay"]).unbind()
+        decay = [decays[start] for start in _starts(work)]
+    return update * rates, StepSize(decay, 1.0, size.rounding)
+
+
+def _keep_what_is_not_finite(work: Work, finite: Tensor) -> None:
+    """Rows without a finite gradient keep all of their state but the count of such steps."""
+    assert work.rows is not None
+    count = work.rows.matrices
+    work.counts["step"] += 1
+    kinds = {"all": finite, "matrix": finite[:count], "vector": finite[count:]}
+    for name, value in work.tensors.items():
+        kept = kinds["matrix" if name.startswith(METRIC) else WHO[name]]
+        kept = kept.view(-1, *[1] * (value.ndim - 1))
+        value.copy_(torch.where(kept, value, work.before[name]))
+    work.counts["skipped"] += ~finite
+
+
+def group_gain(group: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Tensor:
+    """The group's gain after a step: it moves with the mean coherence of what could be compared."""
+    gain: Tensor = group["gain"]
+    if not outcomes:
+        return gain
+    compared = torch.cat([o.compared.to(gain) for o in outcomes])
+    coherence = torch.cat([o.coherence.to(gain) for o in outcomes])
+    count = compared.sum()
+    moved = next_gain(
+        gain,
+        (coherence * compared).sum() / count.clamp_min(1),
+        rate=group["gain_rate"],
+        target=group["target_coherence"],
+        low=group["min_gain"],
+        high=group["max_gain"],
+    )
+    return torch.where(count > 0, moved, gain)

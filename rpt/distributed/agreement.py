@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rpt.observers.staging import Committed
 
-from ..ownership import largest_entries
+from ..apply import largest_entries
 
 __all__ = ["Findings", "exchange_findings"]
 

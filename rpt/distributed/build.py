@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ownership import Ownership, SingleProcess, is_sharded
+from ..apply import SingleProcess
+from ..ownership import Ownership, is_sharded
 from ..roots import RootBackend, resolve_roots
-from ..stack import compute_dtype, matrix_shape
-from ..stacking import vector_length_class
+from ..store.layout import compute_dtype, form_of, vector_length_class
 from .ddp import Replica, refuse_flat_shards
 from .exchange import communication_device
 from .handshake import all_agree, checksums, differing, rendezvous, signature
@@ -159,17 +159,18 @@ def planned_item(
 ) -> Item:
     """A parameter as the planner sees it; `parameter` may be on the meta device."""
     dtype = compute_dtype(parameter)
-    shape = matrix_shape(parameter)
+    form = form_of(parameter, options)
     nbytes = parameter.numel() * dtype.itemsize
-    if shape is None:
-        key = (g, dtype, vector_length_class(parameter.numel()))
+    if not form.matrix:
+        key = (g, dtype, vector_length_class(form.cols))
         return Item(costs.vector(parameter.numel()), nbytes, key, together=True)
+    shape = (form.rows, form.cols)
     if not parameter.numel():
         return Item(0.0, 0, (g, dtype, shape))
     roots = options["roots"]
     metric: RootBackend = backend(roots) if backend is not None else resolve_roots(roots)
     steps = options["polar_steps"] if options["polar_prior"] > 0 else 0
-    cost = costs.matrix(*shape, metric, steps)
+    cost = form.count * costs.matrix(*shape, metric, steps)
     if not parameter.requires_grad:
         # Frozen: no work unless it is thawed later.
         cost *= 1e-3

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
-from ..ownership import Agreement, Live, Outcome, StepSize, apply_updates
-from ..update import Step
+from ..apply import apply_updates, weight_norms
+from ..ownership import Agreement, Live, Outcome, StepSize, is_sharded
 from .agreement import exchange_findings
 from .handshake import rendezvous
 from .layout import box_slices
@@ -117,6 +117,10 @@ class OwnerRanks(_Ranks):
         team = self.team_of[id(parameter)]
         return team.owns(team.position[id(parameter)])
 
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Those of sharded weights came with their gradients."""
+        return self.team_of[id(parameters[0])].weight_norms(parameters)
+
     @property
     def owners(self) -> dict[int, int]:
         """By id of a parameter the rank, in its team, that owns it."""
@@ -148,14 +152,12 @@ class OwnerRanks(_Ranks):
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
         size: StepSize,
-        step: Step,
+        compared: Tensor,
+        refreshed: Sequence[int],
     ) -> None:
-        refreshed = set(step.refreshed)
+        fresh = set(refreshed)
         for k, (parameter, update) in enumerate(zip(parameters, updates, strict=True)):
-            team = self.team_of[id(parameter)]
-            # Roots of a metric that has seen only zero gradients are none.
-            fresh = k in refreshed and bool(self.optimizer.state[parameter]["unit"])
-            team.accept(parameter, update, size, step.compared[k], fresh)
+            self.team_of[id(parameter)].accept(parameter, update, size, compared[k], k in fresh)
 
     def fail(self, error: Exception) -> None:
         """Go through the rest of the step's collectives with empty hands, then let the caller raise."""
@@ -215,6 +217,11 @@ class ReplicatedRanks(_Ranks):
     def owns(self, parameter: Tensor) -> bool:
         return True
 
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """A collective where they are sharded, in the same order on every rank."""
+        whole = [p.full_tensor() if is_sharded(p) else p for p in parameters]  # type: ignore[operator]
+        return weight_norms(whole)
+
     def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
         out = []
         for g, parameter, gradient in live:
@@ -227,7 +234,8 @@ class ReplicatedRanks(_Ranks):
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
         size: StepSize,
-        step: Step,
+        compared: Tensor,
+        refreshed: Sequence[int],
     ) -> None:
         local, pieces = [], []
         for parameter, update in zip(parameters, updates, strict=True):

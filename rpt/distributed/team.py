@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
-from ..engine import step_size
-from ..ownership import Live, StepSize, apply_updates
-from ..stack import compute_dtype
+from ..apply import apply_updates, step_size, weight_norms
+from ..ownership import Live, StepSize
+from ..store.layout import compute_dtype, form_of
+from ..store.schema import TRAVELLING
 from .exchange import Exchange, Parcel, communication_device
 from .holding import Holding
 from .layout import box_numel, box_shape, box_slices
@@ -23,16 +24,7 @@ from .planner import Plan
 __all__ = ["SCALARS", "Team"]
 
 # Small numbers of a parameter's state that every rank keeps, whoever owns the rest.
-SCALARS = (
-    "polar_weight",
-    "residual_entropy_rank",
-    "frame_confidence",
-    "frame_coherence",
-    "axial_closure",
-    "gradient_alignment",
-    "root_condition",
-    "root_failures",
-)
+SCALARS = TRAVELLING
 # Beside them: was it updated, its frame compared with an earlier one, were its roots recomputed.
 EVENTS = ("updated", "compared", "refreshed")
 FACTS = (*EVENTS, *SCALARS)
@@ -69,6 +61,7 @@ class Team:
         self._laid_out: set[int] = set()
         self._facts = torch.zeros(len(members), len(FACTS), dtype=torch.float64, device=self.device)
         self._columns: dict[str, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
         # Records whose small numbers are views of the columns; a load replaces them.
         self._linked: dict[int, dict[str, Any]] = {}
         buckets = range(plan.buckets)
@@ -101,6 +94,11 @@ class Team:
                     outgoing.append(Parcel(owner, i, box_shape(box), dtype))
                 if owner == self.rank:
                     incoming.append(Parcel(source, i, box_shape(box), dtype))
+                # Beside each piece of the gradient, the length of that piece of the weight.
+                if source == self.rank:
+                    outgoing.append(Parcel(owner, ("norm", i), (), torch.float64))
+                if owner == self.rank:
+                    incoming.append(Parcel(source, ("norm", i), (), torch.float64))
         return Exchange(outgoing, incoming, self.group, self.device)
 
     def _delivering(self, bucket: int) -> Exchange:
@@ -151,6 +149,8 @@ class Team:
                 continue
             if holding.source(box, owner) == self.rank and box_numel(box):
                 exchange.outgoing(owner, i).copy_(holding.local(self.live[i][2]))
+                length = weight_norms([holding.local(holding.parameter)])
+                exchange.outgoing(owner, ("norm", i)).copy_(length[0])
         exchange.launch()
 
     def portion(self, bucket: int) -> list[Live]:
@@ -172,13 +172,31 @@ class Team:
         if not holding.sharded:
             return local
         whole = local.new_empty(tuple(holding.global_shape()))
+        squares = []
         for box in dict.fromkeys(holding.boxes):
             if not box_numel(box):
                 continue
             source = holding.source(box, self.rank)
             piece = local if source == self.rank else self._gathers[bucket].incoming(source, i)
             whole[box_slices(box)].copy_(piece)
+            if source == self.rank:
+                length = weight_norms([holding.local(holding.parameter)])[0].double()
+            else:
+                length = self._gathers[bucket].incoming(source, ("norm", i)).to(local.device)
+            squares.append(length * length)
+        self._norms[i] = torch.stack(squares).sum().sqrt() if squares else local.new_zeros(())
         return whole
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """‖W‖ of whole parameters of the present bucket, (k,)."""
+        lengths = []
+        for parameter in parameters:
+            i = self.position[id(parameter)]
+            if self.members[i][1].sharded:
+                lengths.append(self._norms[i])
+            else:
+                lengths.append(weight_norms([self.members[i][1].local(parameter)])[0])
+        return torch.stack([length.to(compute_dtype(parameters[0])) for length in lengths])
 
     def accept(
         self,
@@ -245,7 +263,7 @@ class Team:
         for column, key in enumerate(FACTS):
             if key in SCALARS:
                 values = [record.get(key, nothing) for record in records]
-                self._facts[indices, column] = torch.stack([v.to(nothing) for v in values])
+                self._facts[indices, column] = torch.stack([v.to(nothing).mean() for v in values])
 
     def settle(self, bucket: int) -> list[int]:
         """Wait for a bucket's results and write them; returns the ranks that failed."""
@@ -322,7 +340,8 @@ class Team:
         for i in remote:
             record = self.optimizer.state[self.parameters[i]]
             record["step"] = record.get("step", 0) + 1
-            matrix = self.parameters[i].ndim >= 2
+            group = self.optimizer.param_groups[self.members[i][0]]
+            matrix = form_of(self.parameters[i], group).matrix
             seen = self.parameters[i] in observed.ranks or observed.global_rank is not None
             record["observations"] = record.get("observations", 0) + (matrix and seen)
             record.setdefault("skipped", 0)

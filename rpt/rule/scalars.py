@@ -4,7 +4,7 @@ On a CPU an operation on ten numbers costs a tensor several times what it costs 
 stack takes about a hundred of them; on a device they must stay tensors, or the host would wait. Both
 take the same operators, so every formula is written once, with the functions of a `Numbers` for the
 rest. An array shares its memory with the tensor it came from. What divides by zero in an array would
-warn: formulas either avoid it or run under `quiet()`.
+warn: whoever calls the formulas runs them under `np.errstate(all="ignore")`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Numbers", "Scalars", "numbers_of", "quiet"]
+__all__ = ["Numbers", "Scalars", "numbers_of"]
 
 # np.ndarray | Tensor: no common type describes what both can do.
 Scalars = Any
@@ -29,6 +29,7 @@ class Numbers(NamedTuple):
     Attributes:
         on_host: whether they are arrays.
         dtype: the stack's working dtype, NumPy's or torch's.
+        wide: float64, likewise.
         read: tensor -> numbers on the same memory.
         tensor: numbers -> tensor on the same memory.
         cast: (numbers, `dtype`) -> numbers of that dtype.
@@ -39,6 +40,7 @@ class Numbers(NamedTuple):
 
     on_host: bool
     dtype: Any
+    wide: Any
     read: Callable[[Tensor], Scalars]
     tensor: Callable[[Scalars], Tensor]
     cast: Callable[[Scalars, Any], Scalars]
@@ -58,6 +60,7 @@ def numbers_of(dtype: torch.dtype, on_host: bool) -> Numbers:
         return Numbers(
             False,
             dtype,
+            torch.float64,
             _same,
             _same,
             torch.Tensor.to,
@@ -69,6 +72,7 @@ def numbers_of(dtype: torch.dtype, on_host: bool) -> Numbers:
     return Numbers(
         True,
         np.float64 if dtype == torch.float64 else np.float32,
+        np.float64,
         torch.Tensor.numpy,
         torch.from_numpy,
         np.ndarray.astype,
@@ -76,8 +80,3 @@ def numbers_of(dtype: torch.dtype, on_host: bool) -> Numbers:
         np.maximum,
         np.minimum,
     )
-
-
-def quiet() -> np.errstate:
-    """Arithmetic on arrays as tensors do it: infinities and NaN without a warning."""
-    return np.errstate(all="ignore")

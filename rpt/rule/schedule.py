@@ -20,18 +20,20 @@ OUTGROWN = 4.0
 # In matrices with no side longer than this a decomposition costs little beside its call: all refresh at
 # the same ages, so that one call serves all that share a stack.
 _SMALL = 64
+_GOLDEN = 0.6180339887498949
 
 
-def share_of_age(rows: int, cols: int) -> float:
-    """The share of the longest age that the roots of a (rows, cols) matrix may reach.
+def share_of_age(shapes: Scalars, numbers: Numbers) -> Scalars:
+    """The share of the longest age that the roots of (rows, cols) matrices may reach, (k, 2) -> (k, 1).
 
     From a half to one, by the shape alone: matrices of one shape fall due together, and are decomposed
     in one call; those of different shapes do not, unless all are small.
     """
-    if max(rows, cols) <= _SMALL:
-        return 0.75
+    first, second = shapes[:, :1], shapes[:, 1:]
     # Multiples of the golden ratio are spread evenly in [0, 1). Orientation does not matter.
-    return 0.5 + 0.5 * ((min(rows, cols) * 31 + max(rows, cols)) * 0.6180339887498949 % 1.0)
+    spread = 0.5 + 0.5 * ((first + second + first * second) * _GOLDEN % 1.0)
+    small = (first <= _SMALL) & (second <= _SMALL)
+    return numbers.where(small, 0.75, spread)
 
 
 def overdue(

@@ -5,9 +5,9 @@
     closure      u from m, P and the lag along h
     polar share  u mixed with its polar factor       matrices only
     certificate  ⟨u, G⟩ >= 0
-    length       u · update_rms / RMS(u)             default preset only
+    length       RMS(u) = update_rms · s             default preset only (`length`)
 
-Source: the RPT guide; formulas and constants follow its specification, sections 1-5 and 8.
+Source: the RPT guide; formulas and constants follow its specification, sections 1-5, 8 and 8a.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..roots import Damping, RootBackend
-from .length import rescale_to_rms
+from .length import next_energy, rescale, signal, step_rms
 from .polar import Schedule, polar_share
 from .scalars import Numbers, Scalars
-from .transport import carry, certificate, live_frame, store_frame
+from .transport import carry, certificate, live_frame, norm, store_frame
 
 __all__ = ["Facts", "Rows", "Rule", "Step", "drift", "measure", "take_step", "update_polar_weight"]
 
@@ -42,6 +42,8 @@ class Rule:
     root_drift_threshold: float | None
     max_root_staleness: int
     update_rms: float | None
+    signal_length: bool
+    max_relative_step: float | None
     transport: bool
     closure: bool
     maximize: bool
@@ -87,6 +89,7 @@ class Facts:
         due: indices of matrices whose roots are to be made anew, int64, ascending; None for none.
         products: whether roots must come from matrix products: decompositions wait for the host.
         shaped: whether any matrix may have a polar weight above zero.
+        limits: largest RMS that each update may have, (k, 1), or None.
     """
 
     correction1: Scalars
@@ -95,6 +98,7 @@ class Facts:
     due: Tensor | None
     products: bool
     shaped: bool
+    limits: Scalars | None = None
 
 
 @dataclass
@@ -190,13 +194,28 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
         else:
             update = shaped
     update, length, alignment = certificate(update, gradient, numbers)
+    strength, capped = 1.0, 0.0
+    if rule.signal_length:
+        energy = values["request_energy"]
+        energy[:] = next_energy(energy, frame.length, rule.beta1, facts.correction1, numbers)
+        size = numbers.read(norm(carried.momentum))
+        strength = signal(size, energy, rule.beta1, facts.correction1, numbers)
+    if rule.update_rms is not None or facts.limits is not None:
+        own = length / rows.sizes**0.5
+        target = step_rms(rule.update_rms, strength, own, facts.limits, numbers)
+        if rule.update_rms is not None and not rule.signal_length:
+            # There is nothing to spread, and a fixed length would leave a scalar's sign alone.
+            target = numbers.where(rows.sizes > 1, target, own)
+        if facts.limits is not None:
+            capped = (target >= facts.limits) & (length > 0)
+        update = rescale(update, length, target, rows.sizes, numbers)
     values["frame_confidence"][:] = frame.confidence
     values["frame_coherence"][:] = frame.coherence
     values["axial_closure"][:] = abs(carried.closing * frame.inverse)
     values["gradient_alignment"][:] = alignment
+    values["step_signal"][:] = strength
+    values["step_capped"][:] = capped
     held |= frame.live
-    if rule.update_rms is not None:
-        update = rescale_to_rms(update, length, rule.update_rms, rows.sizes, numbers)
     coherence, compared = frame.coherence[:, 0], frame.compared[:, 0]
     return Step(update, numbers.tensor(coherence), numbers.tensor(compared), failed)
 

@@ -65,13 +65,23 @@ class Form(NamedTuple):
 
 
 def form_of(parameter: Tensor, group: Mapping[str, Any]) -> Form:
-    """(shape[0], numel/shape[0]) of two or more dimensions, else a vector; the last two of a `stacked` one."""
+    """What a parameter is in its group.
+
+    Two or more dimensions are a matrix (shape[0], numel/shape[0]), with `stacked` matrices of the last
+    two; fewer are a vector. With `thin_as_vector` a matrix of one row or one column is a vector: its
+    covariance sees one rank-one sample a step, and whitening by it amplifies whatever was absent of
+    late.
+    """
     shape = parameter.shape
     if len(shape) < 2:
         return Form(1, parameter.numel(), False)
+    lead: tuple[int, ...] = ()
+    rows, cols = shape[0], parameter.numel() // max(shape[0], 1)
     if len(shape) > 2 and group["stacked"]:
-        return Form(shape[-2], shape[-1], True, tuple(shape[:-2]))
-    return Form(shape[0], parameter.numel() // max(shape[0], 1), True)
+        lead, rows, cols = tuple(shape[:-2]), shape[-2], shape[-1]
+    if min(rows, cols) == 1 and group["thin_as_vector"]:
+        return Form(1, rows * cols, False, lead)
+    return Form(rows, cols, True, lead)
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:

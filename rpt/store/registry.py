@@ -148,8 +148,8 @@ def _facts(index: int, parameter: Tensor) -> tuple[Any, ...]:
 def _group_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What about a group decides its stacks; compared in every step."""
     by_age = group["root_drift_threshold"] is None
-    facts = group["roots"], by_age, group["capturable"], group["stacked"]
-    return (*facts, [id(p) for p in group["params"]])
+    forms = group["stacked"], group["thin_as_vector"]
+    return group["roots"], by_age, group["capturable"], forms, [id(p) for p in group["params"]]
 
 
 def _choose(
@@ -160,7 +160,7 @@ def _choose(
     for g, parameter in _members(groups):
         form = form_of(parameter, groups[g])
         shape = (
-            (form.rows, form.cols) if form.matrix else (1, vector_length_class(parameter.numel()))
+            (form.rows, form.cols) if form.matrix else (1, vector_length_class(form.cols))
         )
         dtype = compute_dtype(parameter)
         # float64 is there for exactness, not for speed, and the published rule keeps every matrix to

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["COUNTERS", "ENTRIES", "METRIC", "TRAVELLING", "Entry", "saved"]
+__all__ = ["COUNTERS", "ENTRIES", "METRIC", "TRAVELLING", "VALUES", "WHO", "Entry", "saved"]
 
 # Prefix of the root backend's entries among a parameter's state.
 METRIC = "metric."
@@ -30,6 +30,7 @@ class Entry:
             are made: on the host, or on the device for a capturable optimizer.
         whole: whether it is int64; all others have the working dtype.
         start: its first value.
+        missing: its value where an older state has none of it; None: `start`.
         travels: whether every rank keeps it of every parameter, whoever owns the rest.
         telemetry: whether `telemetry()` reports it under this name.
         kept: False for what can be told from the rest: it is in no state and no checkpoint.
@@ -40,6 +41,7 @@ class Entry:
     kind: Literal["row", "value", "counter"] = "value"
     whole: bool = False
     start: float = 0.0
+    missing: float | None = None
     travels: bool = False
     telemetry: bool = False
     kept: bool = True
@@ -63,9 +65,13 @@ ENTRIES: tuple[Entry, ...] = (
     _shown("frame_coherence", 1.0),
     _shown("axial_closure"),
     _shown("gradient_alignment"),
+    _shown("step_signal", 1.0),
+    _shown("step_capped"),
     _shown("root_condition", 1.0, who="matrix"),
     _shown("root_failures", who="matrix", whole=True),
     Entry("second_moment", who="vector"),
+    # e of the step's length; below zero where it is not known.
+    Entry("request_energy", missing=-1.0),
     # Whether a frame is stored: 1 where it is.
     Entry("held", kept=False),
     Entry("step", kind="counter", whole=True, telemetry=True),
@@ -81,11 +87,14 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("root_peak", who="matrix", kind="counter"),
     Entry("last_root_step", who="matrix", kind="counter", whole=True, telemetry=True),
     Entry("root_refreshes", who="matrix", kind="counter", whole=True, telemetry=True),
-    # The step before which the metric's statistics began: 0, or where it started anew.
-    Entry("metric_start", who="matrix", kind="counter", whole=True),
+    # The step before which the metric's statistics, or a vector's second moment, began: 0, or where they
+    # started anew.
+    Entry("metric_start", kind="counter", whole=True),
 )
 
 COUNTERS = {entry.name: entry for entry in ENTRIES if entry.kind == "counter"}
+VALUES = tuple(entry.name for entry in ENTRIES if entry.kind == "value")
+WHO = {entry.name: entry.who for entry in ENTRIES}
 TRAVELLING = tuple(entry.name for entry in ENTRIES if entry.travels)
 
 

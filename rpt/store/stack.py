@@ -65,6 +65,7 @@ class Stack:
 
     Attributes:
         seats: by id of the parameter.
+        extents: (rows, cols) of every matrix as it is, where decisions are made.
         tensors: what `rpt.store.schema` lists: rows (b, rows·cols), numbers (b, 1), and (matrices, 1)
             or (vectors, 1) where only those have it; and the metric's entries.
         matrices: how many of its rows are matrices; they come first.
@@ -84,7 +85,9 @@ class Stack:
     ) -> None:
         like = like.to(dtype)
         self.dtype, self.device, self.layout = dtype, like.device, layout
+        self.width = layout[0] * layout[1]
         self.readable = type(like) is Tensor and like.device.type != "meta"
+        counting = like if capturable or not self.readable else torch.empty(0, device="cpu")
         self.seats: dict[int, Seat] = {}
         forms: list[Form] = []
         for parameter, form in members:
@@ -98,19 +101,18 @@ class Stack:
         self.padded = any(shape != layout for shape in shapes)
         self.ragged = self.padded or self.matrices < len(forms)
         self.sizes = like.new_tensor([[float(form.rows * form.cols)] for form in forms])
+        # float64: what is decided by them must not depend on rounding.
+        self.extents = counting.new_tensor(shapes or [(1.0, 1.0)], dtype=torch.float64)
         wide = [(min(shape), max(shape)) for shape in shapes]
         self.true_shapes = like.new_tensor(wide) if self.padded else None
-        # Where gradients and updates of unlike members are laid out; what pads them stays zero.
-        self.buffer: Tensor | None = None
-        self.places: list[Tensor] = []
+        self._indices: dict[tuple[int, ...], Index] = {}
 
         lengths = {"all": len(forms), "matrix": len(shapes), "vector": len(forms) - len(shapes)}
-        counting = like if capturable or not self.readable else torch.empty(0, device="cpu")
         self.tensors: dict[str, Tensor] = {}
         for entry in ENTRIES:
             if not lengths[entry.who]:
                 continue
-            width = layout[0] * layout[1] if entry.kind == "row" else 1
+            width = self.width if entry.kind == "row" else 1
             where = counting if entry.kind == "counter" else like
             shape = (lengths[entry.who], width)
             kept_in = torch.bool if entry.name == "held" else entry.dtype(dtype)
@@ -120,11 +122,17 @@ class Stack:
             rows, cols = sorted(layout)
             metric = backend.create(len(shapes), rows, cols, dtype=dtype, device=like.device)
             self.tensors |= {METRIC + key: value for key, value in metric.items()}
+        # Where gradients and updates of unlike members are laid out, (b, rows·cols), and each one's place
+        # there in its own shape; what pads them stays zero. Slicing costs more than small copies do.
+        self.buffer = like.new_zeros(self.count if self.ragged else 0, self.width)
+        self.places: list[Tensor] = []
+        if self.ragged:
+            self.places = self.unpacked(self.buffer, list(self.seats.values()))
 
     @property
     def nbytes(self) -> int:
         """Bytes held, padding and buffer included."""
-        held = [*self.tensors.values(), *([] if self.buffer is None else [self.buffer])]
+        held = [*self.tensors.values(), self.buffer]
         return sum(t.numel() * t.element_size() for t in held)
 
     def share_of_bytes(self, seat: Seat) -> float:
@@ -133,8 +141,7 @@ class Stack:
         for name, tensor in self.tensors.items():
             if seat.form.matrix or not (name.startswith(METRIC) or _ENTRIES[name].who == "matrix"):
                 total += tensor.numel() * tensor.element_size() / len(tensor)
-        if self.buffer is not None:
-            total += self.buffer.numel() * self.buffer.element_size() / self.count
+        total += self.buffer.numel() * self.buffer.element_size() / self.count
         return total * seat.form.count
 
     # -- views ------------------------------------------------------------------------------------------
@@ -167,12 +174,17 @@ class Stack:
         """(count, rows·cols) as a view in the parameter's own shape."""
         form, shape = seat.form, seat.parameter.shape
         if not form.matrix:
-            return rows[:, : form.cols].view(shape)
+            return rows[:, : form.cols].view(shape)  # stacked vectors fill their rows
         if not self.padded:
             return rows.view(shape)
         low, high = sorted((form.rows, form.cols))
         matrix = rows.view(self.layout)[:low, :high]  # stacked matrices are never padded
         return (matrix.mT if form.rows > form.cols else matrix).view(shape)
+
+    def unpacked(self, rows: Tensor, seats: Sequence[Seat]) -> list[Tensor]:
+        """Views of some members' rows in their own shapes."""
+        parts = rows.split([seat.form.count for seat in seats])
+        return [self.unpack(part, seat) for part, seat in zip(parts, seats, strict=True)]
 
     def adopt(self, seat: Seat, record: dict[str, Any]) -> None:
         """Take over one parameter's earlier state and leave views of the stack in its place.
@@ -181,17 +193,21 @@ class Stack:
         and a bias correction of its own.
         """
         keys = self.keys(seat.form)
-        fits = all(
-            key in keys and record[key].shape == self.view(key, seat).shape
-            for key in record
-            if key.startswith(METRIC)
+        others = [e.name for e in ENTRIES if e.who != "all" and e.name not in keys]
+        metric = [key for key in record if key.startswith(METRIC)]
+        fits = not any(key in record for key in others) and all(
+            key in keys and record[key].shape == self.view(key, seat).shape for key in metric
         )
         if not fits:
-            for key in [k for k in record if k.startswith(METRIC)]:
-                del record[key]
+            for key in [*metric, *others]:
+                record.pop(key, None)
             record["last_root_step"], record["metric_start"] = 0, record.get("step", 0)
+        older = bool(record.get("step") is not None and torch.as_tensor(record["step"]).any())
         for key in keys:
             view, value = self.view(key, seat), record.get(key)
+            entry = _ENTRIES.get(key)
+            if value is None and older and entry is not None and entry.missing is not None:
+                value = entry.missing
             if isinstance(value, Tensor):
                 if value.shape == view.shape or value.numel() == 1:
                     view.copy_(value)
@@ -210,13 +226,18 @@ class Stack:
         """The rows of some members; None for all."""
         if len(seats) == len(self.seats):
             return None
+        key = tuple(seat.start for seat in seats)
+        if key in self._indices:  # on the device already: a graph can be recorded with it
+            return self._indices[key]
         rows = [row for s in seats for row in range(s.start, s.start + s.form.count)]
         parts = (
             rows,
             [row for row in rows if row < self.matrices],
             [row - self.matrices for row in rows if row >= self.matrices],
         )
-        return Index(*(torch.tensor(part, dtype=torch.int64, device=self.device) for part in parts))
+        tensors = (torch.tensor(part, dtype=torch.int64, device=self.device) for part in parts)
+        self._indices[key] = Index(*tensors)
+        return self._indices[key]
 
     def select(self, index: Index | None) -> dict[str, Tensor]:
         """Tensors to work on: the stack's own for all members, gathered copies otherwise."""
@@ -231,7 +252,3 @@ class Stack:
         for name, value in tensors.items():
             self.tensors[name][index.of(name).to(value.device)] = value
 
-
-def counters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What decisions are made from, among a stack's tensors."""
-    return {name: tensor for name, tensor in tensors.items() if name in COUNTERS}

@@ -15,7 +15,7 @@ from torch import nn
 
 from rpt import ResidualPolarTransport
 from rpt.capturable import YOUNG, device_divisor, device_unit, due_rows
-from rpt.update import divisor, next_unit
+from rpt.rule.schedule import divisor, next_unit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from graph_replay import NoHostReads, Recording

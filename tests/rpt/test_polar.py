@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpt.polar import polar_factor, polar_schedule, polar_share
+from rpt.rule.polar import polar_factor, polar_schedule, polar_share
 from rpt.scalars import quiet
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
