@@ -24,6 +24,7 @@ from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import Committed, ObservationStage
 
 from . import options
+from . import step as stepping
 from .apply import SingleProcess
 from .checkpoint import check_loadable, restore_dtypes
 from .manifold import manifold_of, step_on_manifold
@@ -40,7 +41,7 @@ from .ownership import (
 )
 from .roots import RootBackend, resolve_roots
 from .rule.update import Rule
-from .step import Work, advance, deliver, group_gain, is_recording, plan
+from .step import Work, advance, deliver, group_gain, plan
 from .store.registry import StackRegistry
 from .store.schema import saved
 from .telemetry import Telemetry, gather_telemetry
@@ -303,7 +304,7 @@ class ResidualPolarTransport(Optimizer):
                 with torch.autocast(kind, enabled=False):
                     return self._update()
         ranks, capturable = self._ranks(), self.param_groups[0]["capturable"]
-        recorded = self._blind or (capturable and is_recording())
+        recorded = self._blind or (capturable and stepping.is_recording())
         if capturable:
             self._refuse_what_no_graph_can_do(ranks, live, recorded)
         observed = self._commit()

@@ -153,7 +153,7 @@ def carry(
     frame: Frame,
     *,
     beta1: float,
-    correction: Scalars | float,
+    correction: Scalars,
     transport_eps: float,
     numbers: Numbers,
     transport: bool = True,
@@ -173,7 +173,7 @@ def carry(
         request: P, (b, n).
         frame: what `live_frame` returned.
         beta1: momentum coefficient.
-        correction: 1 - β1^t, a float or (b, 1).
+        correction: 1 - β1^t, (b, 1).
         transport_eps: τ.
         numbers: how the numbers are kept.
         transport: False leaves the momentum where it was.

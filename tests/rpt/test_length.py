@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rpt import ResidualPolarTransport
-from rpt.rule.length import UNKNOWN, next_energy, noise_ratio, relative_limit, rescale, signal, step_rms
+from rpt.rule.length import next_energy, noise_ratio, relative_limit, rescale, signal, step_rms
+from rpt.rule.scalars import numbers_of
 
+TENSORS = numbers_of(torch.float64, False)
 OFF = {"signal_length": False, "thin_as_vector": False, "max_relative_step": None}
 
 
@@ -24,14 +26,14 @@ def column(*values):
 def test_energy_is_the_corrected_mean_of_squared_lengths(beta1, lengths):
     energy = column(0.0)
     for t, n in enumerate(lengths, 1):
-        energy = next_energy(energy, column(n), beta1, column(1 - beta1**t))
+        energy = next_energy(energy, column(n), beta1, column(1 - beta1**t), TENSORS)
     weights = np.array([beta1 ** (len(lengths) - 1 - k) for k in range(len(lengths))])
     expected = (1 - beta1) * (weights * np.square(lengths)).sum()
     assert energy.item() == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
 def test_an_unknown_energy_starts_at_the_present_request():
-    energy = next_energy(column(UNKNOWN), column(3.0), 0.9, column(0.25))
+    energy = next_energy(column(-1.0), column(3.0), 0.9, column(0.25), TENSORS)
     assert energy.item() / 0.25 == pytest.approx(9.0)
 
 
@@ -50,10 +52,10 @@ def test_signal_is_clipped_and_free_of_scale(scale, t, share):
     correction = column(1 - 0.9**t)
     n = column(scale)
     momentum, energy = n * share * correction, n * n * correction
-    s = signal(momentum, energy, 0.9, correction).item()
+    s = signal(momentum, energy, 0.9, correction, TENSORS).item()
     expected = share / noise_ratio(0.9, correction).item()
     assert s == pytest.approx(min(max(expected, 0.02), 4.0), rel=1e-6)
-    assert signal(momentum * 0, energy * 0, 0.9, correction).item() == pytest.approx(
+    assert signal(momentum * 0, energy * 0, 0.9, correction, TENSORS).item() == pytest.approx(
         min(1 / noise_ratio(0.9, correction).item(), 4.0)
     )
 
@@ -63,23 +65,27 @@ def test_rescaling_gives_the_asked_length(scale, n, rms):
     generator = torch.Generator().manual_seed(n)
     u = torch.nn.functional.pad(torch.randn(1, n, generator=generator) * scale, (0, 5))
     length = u.norm(dim=1, keepdim=True)
-    out = rescale(u.clone(), length, torch.tensor([[rms]]), torch.tensor([[float(n)]]))
+    out = rescale(u.clone(), length, torch.tensor([[rms]]), torch.tensor([[float(n)]]), TENSORS)
     found = out[0, :n].double().square().mean().sqrt().item()
     # Requests have a length near one; the extremes are here to see what never becomes NaN.
     assert np.isfinite(found)
     if 1e-15 < scale < 1e15:
         assert found == pytest.approx(rms, rel=1e-5)
-    assert not rescale(u * 0, length * 0, torch.tensor([[rms]]), torch.tensor([[1.0]])).any()
+    assert not rescale(
+        u * 0, length * 0, torch.tensor([[rms]]), torch.tensor([[1.0]]), TENSORS
+    ).any()
 
 
 def test_the_limit_is_a_share_of_the_matrix_and_has_a_floor():
     large, zero = torch.full((3, 4), 2.0), torch.zeros(6, 25)
-    norms = torch.stack([large.norm(), zero.norm()])
-    found = relative_limit(norms, [large, zero], 0.07, 0.1)
-    torch.testing.assert_close(found, torch.tensor([0.07 * 2.0 / 0.1, 0.07 * 0.5 / 5 / 0.1]))
-    assert relative_limit(norms, [large, zero], 0.07, 0.0).isinf().all()
-    assert step_rms(1.2, column(1.0), column(9.0), column(0.7)).item() == 0.7
-    assert step_rms(None, column(1.0), column(9.0), None).item() == 9.0
+    norms = torch.stack([large.norm(), zero.norm()])[:, None]
+    sizes, fan_in = torch.tensor([[12.0], [150.0]]), torch.tensor([[4.0], [25.0]])
+    found = relative_limit(norms, sizes, fan_in, 0.07, 0.1, TENSORS)
+    expected = torch.tensor([[0.07 * 2.0 / 0.1], [0.07 * 0.5 / 5 / 0.1]])
+    torch.testing.assert_close(found, expected)
+    assert relative_limit(norms, sizes, fan_in, 0.07, 0.0, TENSORS).isinf().all()
+    assert step_rms(1.2, column(1.0), column(9.0), column(0.7), TENSORS).item() == 0.7
+    assert step_rms(None, column(1.0), column(9.0), None, TENSORS).item() == 9.0
 
 
 def moved(parameters, gradients, **options):
