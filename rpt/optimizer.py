@@ -42,8 +42,9 @@ from .ownership import (
 from .roots import RootBackend, resolve_roots
 from .rule.update import Rule
 from .step import Work, advance, deliver, group_gain, plan
+from .store.layout import compute_dtype
 from .store.registry import StackRegistry
-from .store.schema import saved
+from .store.schema import counted, saved
 from .telemetry import Telemetry, gather_telemetry
 
 __all__ = ["ResidualPolarTransport"]
@@ -784,6 +785,9 @@ class ResidualPolarTransport(Optimizer):
             options.complete_group(group, self.defaults)
         if self.state:
             self._ranks().adopt_state(self.state)
+        for parameter, record in self.state.items():
+            if "momentum" in record:
+                record |= counted(record, compute_dtype(parameter))
         self._restore_observation_ages()
 
 

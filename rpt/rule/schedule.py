@@ -31,7 +31,8 @@ def share_of_age(shapes: Scalars, numbers: Numbers) -> Scalars:
     """
     first, second = shapes[:, :1], shapes[:, 1:]
     # Multiples of the golden ratio are spread evenly in [0, 1). Orientation does not matter.
-    spread = 0.5 + 0.5 * ((first + second + first * second) * _GOLDEN % 1.0)
+    label = first + second + numbers.where(first < second, first, second)
+    spread = 0.5 + 0.5 * (label * _GOLDEN % 1.0)
     small = (first <= _SMALL) & (second <= _SMALL)
     return numbers.where(small, 0.75, spread)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["COUNTERS", "ENTRIES", "METRIC", "TRAVELLING", "VALUES", "WHO", "Entry", "saved"]
+__all__ = ["COUNTERS", "ENTRIES", "METRIC", "TRAVELLING", "VALUES", "WHO", "Entry", "counted", "saved"]
 
 # Prefix of the root backend's entries among a parameter's state.
 METRIC = "metric."
@@ -96,6 +96,15 @@ COUNTERS = {entry.name: entry for entry in ENTRIES if entry.kind == "counter"}
 VALUES = tuple(entry.name for entry in ENTRIES if entry.kind == "value")
 WHO = {entry.name: entry.who for entry in ENTRIES}
 TRAVELLING = tuple(entry.name for entry in ENTRIES if entry.travels)
+
+
+def counted(record: Mapping[str, Any], working: torch.dtype) -> dict[str, Tensor]:
+    """The counters of a record from a checkpoint as tensors, as they are in a stack."""
+    return {
+        name: torch.tensor(record[name], dtype=entry.dtype(working), device="cpu")
+        for name, entry in COUNTERS.items()
+        if isinstance(record.get(name), (int, float))
+    }
 
 
 def saved(record: Mapping[str, Any]) -> dict[str, Any]:
