@@ -14,9 +14,8 @@ from rpt.observers.staging import Committed
 
 from ..ownership import Agreement, Live, Outcome, StepSize, apply_updates
 from ..update import Step
-from .agreement import exchange_findings
-from .handshake import rendezvous
-from .layout import box_slices
+from .agreement import exchange_findings, rendezvous
+from .holding import box_slices
 from .state import adopt_state, whole_state
 from .team import Team
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import box_slices, shard_box
+from .holding import box_slices, shard_box
 
 if TYPE_CHECKING:
     from .team import Team

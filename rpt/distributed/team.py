@@ -15,10 +15,9 @@ from rpt.observers.staging import Committed
 from ..engine import step_size
 from ..ownership import Live, StepSize, apply_updates
 from ..stack import compute_dtype
-from .exchange import Exchange, Parcel, communication_device
-from .holding import Holding
-from .layout import box_numel, box_shape, box_slices
-from .planner import Plan
+from .holding import Holding, box_numel, box_shape, box_slices
+from .plan import Plan
+from .wire import Exchange, Parcel, communication_device
 
 __all__ = ["SCALARS", "Team"]
 

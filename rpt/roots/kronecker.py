@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, RootBackend, State
+from .factors import BlockSide, DiagonalSide, ScalarSide, Side
 from .low_rank import LowRankSide
 from .packed import packed_length
-from .sides import BlockSide, DiagonalSide, ScalarSide, Side
 
 __all__ = [
     "AutoRoots",

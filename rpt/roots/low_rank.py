@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, State
-from .decompose import eigenvalue_floor
-from .sides import keep_where, relative_change
+from .eigh import eigenvalue_floor
+from .factors import keep_where, relative_change
 
 __all__ = ["LowRankSide"]
 

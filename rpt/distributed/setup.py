@@ -15,13 +15,12 @@ from ..ownership import Ownership, SingleProcess, is_sharded
 from ..roots import RootBackend, resolve_roots
 from ..stack import compute_dtype, matrix_shape
 from ..stacking import vector_length_class
-from .ddp import Replica, refuse_flat_shards
-from .exchange import communication_device
-from .handshake import all_agree, checksums, differing, rendezvous, signature
-from .holding import Holding
-from .planner import CostModel, Item, make_plan
+from .agreement import all_agree, checksums, differing, rendezvous, signature
+from .holding import Holding, Replica
+from .plan import CostModel, Item, make_plan
 from .ranks import OwnerRanks, ReplicatedRanks
 from .team import Team
+from .wire import communication_device
 
 __all__ = ["distribute", "planned_item", "report"]
 
@@ -200,3 +199,13 @@ def report(optimizer: Any) -> dict[str, Any]:
             for team in ranks.teams
         ]
     return out
+
+
+def refuse_flat_shards(parameter: Tensor) -> None:
+    """Refuse a parameter of FSDP1, which looks like a plain tensor and is a piece of a flat one."""
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+        raise RuntimeError(
+            f"a parameter of local shape {tuple(parameter.shape)} belongs to FSDP1 "
+            "(FullyShardedDataParallel), whose flat shards have lost the matrices that RPT works on. "
+            "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, State
-from .decompose import eigenvalue_floor, inverse_root
+from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
 from .packed import pack, packed_length, relative_change_packed, unpack
 
