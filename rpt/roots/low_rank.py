@@ -46,12 +46,20 @@ class LowRankSide:
             f"{name}_tail_gain": like.new_ones(batch),
         }
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
-        other = gradient.shape[-1]
-        seen = gradient.mT @ state[f"{name}_basis"]
-        state[f"{name}_sketch"].baddbmm_(gradient, seen, beta=beta2, alpha=(1.0 - beta2) / other)
-        square = torch.linalg.matrix_norm(gradient).square() / other
-        state[f"{name}_trace"].lerp_(square, 1.0 - beta2)
+    def accumulate(
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+    ) -> None:
+        count = count.view(-1, 1, 1) if isinstance(count, Tensor) else count
+        seen = gradient.mT @ state[f"{name}_basis"] / count
+        state[f"{name}_sketch"].baddbmm_(gradient, seen, beta=beta2, alpha=1.0 - beta2)
+        square = torch.linalg.vector_norm(gradient, dim=(-2, -1), keepdim=True).square() / count
+        state[f"{name}_trace"].lerp_(square.flatten(), 1.0 - beta2)
+
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
+        basis = state[f"{name}_basis"]
+        state[f"{name}_sketch"].baddbmm_(moment, basis, beta=beta2, alpha=1.0 - beta2)
+        trace = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
+        state[f"{name}_trace"].lerp_(trace, 1.0 - beta2)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         core = state[f"{name}_basis"].mT @ state[f"{name}_sketch"] / correction.view(-1, 1, 1)
