@@ -16,7 +16,7 @@ from ..ownership import Agreement, Live, Outcome, StepSize, apply_updates
 from ..update import Step
 from .agreement import exchange_findings, rendezvous
 from .holding import box_slices
-from .state import adopt_state, whole_state
+from .state import adopt_state, share_new_keys, whole_state
 from .team import Team
 
 __all__ = ["OwnerRanks", "ReplicatedRanks"]
@@ -188,6 +188,7 @@ class OwnerRanks(_Ranks):
                 for rank in team.settle(bucket):
                     failed.add(dist.get_global_rank(team.group, rank))
             team.publish(self.observed)
+            share_new_keys(team, self.optimizer.state)
         return failed
 
     def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:

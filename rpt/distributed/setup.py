@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ownership import Ownership, SingleProcess, is_sharded
+from ..manifold import manifold_of
+from ..ownership import Ownership, SingleProcess, holds_state, is_sharded
 from ..roots import RootBackend, resolve_roots
 from ..stack import compute_dtype, matrix_shape
 from ..stacking import vector_length_class
@@ -52,6 +53,8 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
         )
     for _, parameter in plain:
         refuse_flat_shards(parameter)
+    for _, parameter in shards:
+        refuse_split_points(parameter)
     number = _next_number()
     if plain and dist.get_world_size() > 1:
         world = dist.group.WORLD
@@ -187,7 +190,7 @@ def report(optimizer: Any) -> dict[str, Any]:
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
     out: dict[str, Any] = {
         "mode": type(ranks).__name__,
-        "parameters": sum("momentum" in record for record in optimizer.state.values()),
+        "parameters": sum(holds_state(record) for record in optimizer.state.values()),
         "state_bytes": sum(t.numel() * t.element_size() for t in tensors),
         "wire_bytes": 0,
         "teams": [],
@@ -199,6 +202,18 @@ def report(optimizer: Any) -> dict[str, Any]:
             for team in ranks.teams
         ]
     return out
+
+
+def refuse_split_points(parameter: Any) -> None:
+    """Refuse a manifold parameter whose points are cut apart: a rank can step whole points only."""
+    last = parameter.ndim - 1
+    if manifold_of(parameter) is not None and any(
+        getattr(placement, "dim", None) in (last, -1) for placement in parameter.placements
+    ):
+        raise RuntimeError(
+            f"a manifold parameter of shape {tuple(parameter.shape)} is sharded along its coordinates: "
+            "shard it along another dimension, so that every rank holds whole points"
+        )
 
 
 def refuse_flat_shards(parameter: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from rpt.observers.staging import Committed
 
 from ..engine import step_size
+from ..manifold import manifold_of
 from ..ownership import Live, StepSize, apply_updates
 from ..stack import compute_dtype
 from .holding import Holding, box_numel, box_shape, box_slices
@@ -70,8 +71,12 @@ class Team:
         self._columns: dict[str, Tensor] = {}
         # Records whose small numbers are views of the columns; a load replaces them.
         self._linked: dict[int, dict[str, Any]] = {}
+        # Parameters whose owners have told the others what their records hold.
+        self.announced: set[int] = set()
         buckets = range(plan.buckets)
-        self._inside = [[i for i, b in enumerate(plan.bucket) if b == k] for k in buckets]
+        # Points on a manifold do not travel: every rank steps those that it holds.
+        flat = [i for i, p in enumerate(self.parameters) if manifold_of(p) is None]
+        self._inside = [[i for i in flat if plan.bucket[i] == k] for k in buckets]
         self._gathers = [self._gathering(k) for k in buckets]
         self._deliveries = [self._delivering(k) for k in buckets]
 
@@ -327,7 +332,8 @@ class Team:
             record.setdefault("skipped", 0)
             if self._linked.get(i) is not record:
                 for key in SCALARS:
-                    record[key] = self._columns[key][i]
+                    if matrix or not key.startswith("root_"):
+                        record[key] = self._columns[key][i]
                 if matrix:
                     record.setdefault("last_root_step", 0)
                     record.setdefault("root_refreshes", 0)

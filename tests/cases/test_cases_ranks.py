@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp  # loaded once, before the processes fork
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from processes import needs_processes, run
+from rpt.geometry import lorentz
 
 import rpt
 from rpt.roots import Damping, LowRankRoots, inverse_root
@@ -109,3 +122,224 @@ def test_case_64_a_step_with_such_a_metric_keeps_no_old_root():
         optimizer.step()
     assert weight.isfinite().all()
     assert int(optimizer.state[weight]["root_failures"]) == 0
+
+
+# -- 43: points stay points under FSDP2, materialisation and conversions ----------------------------
+
+
+class Points(nn.Module):
+    def __init__(self, count=6):
+        super().__init__()
+        self.table = lorentz.LorentzEmbedding(count, 3)
+        self.read = nn.Linear(3, 2)
+
+    def forward(self, tokens):
+        a, u = self.table(tokens)
+        return self.read(u) * a[..., None].cosh()
+
+
+def points_step(net, optimizer, part=0, parts=1):
+    target = torch.linspace(-1, 1, 12, dtype=torch.float64).view(6, 2)
+    tokens = torch.arange(6) % net.table.num_embeddings
+    error = net(tokens.chunk(parts)[part]) - target.chunk(parts)[part].to(net.read.weight.dtype)
+    error.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(net):
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for p in net.parameters()
+    ]
+
+
+def _case_43_points(wrap, count, ownership):
+    """Three steps, through a checkpoint, two more."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+
+    out = {}
+    for build in (rpt.ResidualPolarTransport, lorentz.RiemannianAdamW):
+        torch.manual_seed(0)
+        net = Points(count).double()
+        inner, part, parts = net, 0, 1
+        if wrap == "fsdp":
+            fully_shard(net)
+        if wrap == "ddp":
+            net = nn.parallel.DistributedDataParallel(net)
+            net.table = inner.table
+            net.read = inner.read
+        if wrap:
+            part, parts = dist.get_rank(), dist.get_world_size()
+        options = {"ownership": ownership} if build is rpt.ResidualPolarTransport else {}
+
+        def make(net=net, build=build, options=options):
+            return build(net.parameters(), 0.1, betas=(0.9, 0.95), weight_decay=0.01, **options)
+
+        optimizer = make()
+        for _ in range(3):
+            points_step(net, optimizer, part, parts)
+        if build is rpt.ResidualPolarTransport:
+            again = make()
+            for flat in (False, True):
+                kind = StateDictOptions(flatten_optimizer_state_dict=flat)
+                state = get_optimizer_state_dict(inner, optimizer, options=kind)
+                set_optimizer_state_dict(inner, again, state, options=kind)
+                optimizer, again = again, make()
+        for _ in range(2):
+            points_step(net, optimizer, part, parts)
+        out[build.__name__] = weights(inner)
+    return out
+
+
+@needs_processes
+@pytest.mark.parametrize(
+    ("wrap", "count", "ownership"),
+    [("fsdp", 6, "auto"), ("fsdp", 1, "auto"), ("fsdp", 5, "replicated"), ("ddp", 6, "auto")],
+)
+def test_case_43_points_of_several_ranks_are_those_of_one(wrap, count, ownership):
+    expected = _case_43_points("", count, "auto")
+    for result in run(_case_43_points, 2, wrap, count, ownership):
+        for name, values in expected.items():
+            for value, reference in zip(result[name], values, strict=True):
+                torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-9)
+            length = result[name][0][:, 1:].norm(dim=1)
+            torch.testing.assert_close(length, torch.ones_like(length))
+
+
+def _case_43_split():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    net = lorentz.LorentzEmbedding(6, 3)
+    fully_shard(net, shard_placement_fn=lambda _: Shard(1))
+    optimizer = rpt.ResidualPolarTransport(net.parameters(), 0.1)
+    before = net.weight.full_tensor()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), torch.equal(before, net.weight.full_tensor())
+
+
+@needs_processes
+def test_case_43_points_cut_apart_are_refused():
+    for message, unchanged in run(_case_43_split, 2):
+        assert "shape (6, 4) is sharded along its coordinates" in message
+        assert unchanged
+
+
+def converted(how):
+    """A model after some conversion, float64, and the points it should have."""
+    torch.manual_seed(0)
+    if how == "meta":
+        with torch.device("meta"):
+            net = Points()
+        net.to_empty(device="cpu")
+        net.double()
+        net.table.reset_parameters()
+        net.read.reset_parameters()
+        return net
+    net = Points()
+    if how in ("overwrite", "swap"):
+        switch = getattr(torch.__future__, f"set_{how}_module_params_on_conversion")
+        switch(True)
+        try:
+            return net.double()
+        finally:
+            switch(False)
+    if how == "assign":
+        state = {name: value.double() for name, value in net.state_dict().items()}
+        net.load_state_dict(state, assign=True)
+        return net
+    if how == "plain parameter":
+        net.table.weight = nn.Parameter(net.table.weight.detach().clone())
+    return net.double()
+
+
+@pytest.mark.parametrize("build", [rpt.ResidualPolarTransport, lorentz.RiemannianAdamW])
+@pytest.mark.parametrize("how", ["meta", "overwrite", "swap", "assign", "plain parameter"])
+def test_case_43_a_converted_model_keeps_its_points(how, build):
+    net = converted(how)
+    twin = Points().double()
+    twin.load_state_dict(net.state_dict())
+    for copied in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert copied.table.weight.manifold.k is copied.table.curvature
+        reference = copy.deepcopy(twin)
+        for model in (copied, reference):
+            optimizer = build(model.parameters(), 0.1)
+            for _ in range(3):
+                points_step(model, optimizer)
+        for value, expected in zip(copied.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(value.data, expected.data, rtol=1e-12, atol=1e-12)
+        length = copied.table.weight[:, 1:].norm(dim=1)
+        torch.testing.assert_close(length, torch.ones_like(length))
+
+
+# -- 63: the same keys on every rank ---------------------------------------------------------------
+
+
+def _case_63(wrap):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40), nn.Linear(40, 30)).double()
+    inner = net
+    if wrap == "fsdp":
+        fully_shard(net)
+    else:
+        net = nn.parallel.DistributedDataParallel(net)
+
+    def train(optimizer, steps, seed):
+        generator = torch.Generator().manual_seed(seed + dist.get_rank())
+        for _ in range(steps):
+            x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def make():
+        return rpt.ResidualPolarTransport(net.parameters(), 3e-3)
+
+    first = make()
+    train(first, 2, 10)
+    keys = [sorted(first.state[p]) for p in net.parameters()]
+    held = sum(
+        value.numel() * value.element_size()
+        for record in first.state.values()
+        for value in record.values()
+        if isinstance(value, torch.Tensor)
+    )
+    kind = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(inner, first, options=kind)
+    start = {name: value.clone() for name, value in inner.state_dict().items()}
+    train(first, 2, 20)
+    expected = weights(inner)
+    inner.load_state_dict(start)
+    second = make()
+    set_optimizer_state_dict(inner, second, saved, options=kind)
+    loaded = [sorted(second.state[p]) for p in net.parameters()]
+    train(second, 2, 20)
+    return keys, loaded, held, expected, weights(inner)
+
+
+@needs_processes
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_case_63_flattened_optimizer_states_go_round(wrap):
+    results = run(_case_63, 2, wrap)
+    for keys, loaded, _, expected, found in results:
+        assert keys == results[0][0] == loaded
+        for value, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-10)
+    # What stands for another rank's tensors takes no memory.
+    held = [result[2] for result in results]
+    assert max(held) < 0.9 * sum(held)
