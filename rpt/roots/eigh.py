@@ -53,7 +53,7 @@ def decompose(
         single = safe[i : i + 1]
         if len(safe) == 1 and single.dtype == torch.float64:
             failed[i] = True
-            again = [torch.zeros_like(part) for part in parts]
+            again = tuple(torch.zeros_like(part) for part in parts)
         else:
             again, lost = decompose(solver, single if len(safe) > 1 else single.double())
             failed[i] |= lost[0]
