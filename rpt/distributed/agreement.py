@@ -115,6 +115,8 @@ class Findings(NamedTuple):
         missing: per parameter whether any rank has none.
         peaks: per parameter the largest absolute entry of any rank's gradient; inf where one is not
             finite.
+        lows: likewise the smallest of the ranks' largest entries; inf where no rank has a gradient.
+            Replicas whose gradients were averaged have the same.
         observed: mean of all ranks' observations, weighted by their number.
         refusals: ranks that cannot take this step (an error of their own).
     """
@@ -122,6 +124,7 @@ class Findings(NamedTuple):
     present: list[bool]
     missing: list[bool]
     peaks: list[float]
+    lows: list[float]
     observed: Committed
     refusals: list[int]
 
@@ -151,37 +154,43 @@ def exchange_findings(
     seen = {index[id(p)]: r for p, r in observed.ranks.items() if id(p) in index}
     if observed.global_rank is not None:
         seen[count] = observed.global_rank
-    # Rows: a gradient here, none here, largest entry, an observation; then one flag per rank.
-    vector = torch.zeros(4 * (count + 1) + size, dtype=torch.float64)
-    rows = vector[: 4 * (count + 1)].view(4, count + 1)
-    rows[1] = 1.0
+    # Rows: a gradient here, none here, largest entry, the same negated, an observation.
+    rows = torch.zeros(5, count + 1, dtype=torch.float64)
+    rows[1], rows[3] = 1.0, -torch.inf
     rows[0, here], rows[1, here] = 1.0, 0.0
-    rows[3, list(seen)] = 1.0
-    vector[4 * (count + 1) + dist.get_rank(group)] = float(refuses)
-    vector = vector.to(device)
+    rows[4, list(seen)] = 1.0
+    # Behind them a flag per rank.
+    flags = torch.zeros(size, dtype=torch.float64)
+    flags[dist.get_rank(group)] = float(refuses)
+    vector = torch.cat([rows.flatten(), flags]).to(device)
+    rows = vector[: rows.numel()].view_as(rows)
     filled = [key for key, gradient in gradients.items() if gradient.numel()]
     if filled:
-        peaks = largest_entries([gradients[key] for key in filled]).to(vector)
-        where = torch.tensor([index[key] for key in filled], device=device)
         # The maximum of NaN and a number is not the same in every backend; that of infinity is.
-        vector[2 * (count + 1) + where] = peaks.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        largest = largest_entries([gradients[key] for key in filled]).to(rows)
+        largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        where = torch.tensor([index[key] for key in filled], device=device)
+        rows[2, where], rows[3, where] = largest, -largest
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
     # The host decides which parameters take part: the one synchronisation of a step's beginning.
     numbers = vector.tolist()
-    table = [numbers[k * (count + 1) : (k + 1) * (count + 1)] for k in range(4)]
+    present, missing, peaks, lows, anywhere = (
+        numbers[k * (count + 1) : (k + 1) * (count + 1)] for k in range(5)
+    )
     return Findings(
-        present=[flag > 0 for flag in table[0][:count]],
-        missing=[flag > 0 for flag in table[1][:count]],
-        peaks=table[2][:count],
+        present=[flag > 0 for flag in present[:count]],
+        missing=[flag > 0 for flag in missing[:count]],
+        peaks=peaks[:count],
+        lows=[-low for low in lows[:count]],
         observed=_mean_ranks(
             parameters,
             seen,
             observed,
-            [i for i, flag in enumerate(table[3]) if flag],
+            [i for i, flag in enumerate(anywhere) if flag],
             group,
             device,
         ),
-        refusals=[rank for rank, flag in enumerate(numbers[4 * (count + 1) :]) if flag > 0],
+        refusals=[rank for rank, flag in enumerate(numbers[-size:]) if flag > 0],
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
@@ -22,7 +21,7 @@ from ..ownership import (
     weight_norms,
 )
 from ..update import Step
-from .agreement import exchange_findings, rendezvous
+from .agreement import Findings, exchange_findings, rendezvous
 from .holding import box_slices
 from .state import adopt_state, share_new_keys, whole_state
 from .team import Team
@@ -36,6 +35,11 @@ _STATE_DICT_REMEDY = (
 )
 
 
+# Averaged gradients are equal bit for bit, or nearly so where machines differ. This share apart they are
+# not averaged.
+_APART = 0.01
+
+
 class _Ranks:
     """What both modes share: agreeing on a step.
 
@@ -45,7 +49,10 @@ class _Ranks:
         number: of this object, the same on every rank.
     """
 
-    def __init__(self, teams: Sequence[Team], optimizer: Optimizer, number: int) -> None:
+    # What becomes of replicas whose gradients differ.
+    _unsynchronised = ""
+
+    def __init__(self, teams: Sequence[Team], optimizer: Any, number: int) -> None:
         self.teams, self.optimizer, self.number = list(teams), optimizer, number
         self.team_of = {id(p): team for team in self.teams for p in team.parameters}
         self.observed = Committed({}, None, {})
@@ -73,6 +80,7 @@ class _Ranks:
             refused |= {dist.get_global_rank(team.group, rank) for rank in found.refusals}
             if refused:
                 continue
+            self._warn_of_unsynchronised(team, found)
             for i, parameter in enumerate(team.parameters):
                 if not found.present[i]:
                     continue
@@ -97,6 +105,30 @@ class _Ranks:
         self.observed = Committed(ranks, overall, counts)
         return Agreement(out, peaks, self.observed)
 
+    def _warn_of_unsynchronised(self, team: Team, found: Findings) -> None:
+        """Once: replicas that nothing synchronises, told by gradients that differ."""
+        apart = [
+            i
+            for i, (low, high) in enumerate(zip(found.lows, found.peaks, strict=True))
+            if low < high < torch.inf and high - low > _APART * high
+            if not team.members[i][1].sharded
+        ]
+        if not apart:
+            return
+        names = {
+            id(p): self.optimizer.parameter_name(g, i) for g, i, p in self.optimizer._enumerate()
+        }
+        worst = max(apart, key=lambda i: (found.peaks[i] - found.lows[i]) / found.peaks[i])
+        self.optimizer._warn_once(
+            "unsynchronised",
+            f"the gradients of {len(apart)} parameter(s) differ between ranks (the largest entries are "
+            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in "
+            f"{names[id(team.parameters[worst])]}): nothing averages them, and {self._unsynchronised}. "
+            "If ranks hold replicas, wrap the model in DistributedDataParallel or average its gradients "
+            "before step(); if each rank trains on its own, as under PostLocalSGDOptimizer, pass "
+            "ownership='local'",
+        )
+
     def refuse(self, error: Exception) -> None:
         """Take part in the step's first collective only, so that no rank waits for this one."""
         nothing = Committed({}, None, {})
@@ -116,7 +148,9 @@ def _mean_of_present(gradient: Tensor, present: bool, team: Team) -> Tensor:
 class OwnerRanks(_Ranks):
     """Every matrix belongs to one rank, which keeps its state and computes its update."""
 
-    def __init__(self, teams: Sequence[Team], optimizer: Optimizer, number: int) -> None:
+    _unsynchronised = "all ranks take the step of the one that owns the parameter"
+
+    def __init__(self, teams: Sequence[Team], optimizer: Any, number: int) -> None:
         super().__init__(teams, optimizer, number)
         self._calls = 0
 
@@ -223,6 +257,8 @@ class OwnerRanks(_Ranks):
 
 class ReplicatedRanks(_Ranks):
     """Every rank computes every update and keeps all state; only observations are averaged."""
+
+    _unsynchronised = "replicas drift apart"
 
     def owns(self, parameter: Tensor) -> bool:
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +57,8 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
         refuse_flat_shards(parameter)
     for _, parameter in shards:
         refuse_split_points(parameter)
+    if mode == "auto" and not shards and _held_by_zero(optimizer):
+        return SingleProcess()
     number = _next_number()
     if plain and dist.get_world_size() > 1:
         world = dist.group.WORLD
@@ -77,6 +81,19 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
             )
         teams.append(_team(members, group, optimizer, owners))
     return (ReplicatedRanks if mode == "replicated" else OwnerRanks)(teams, optimizer, number)
+
+
+def _held_by_zero(optimizer: Optimizer) -> bool:
+    """Whether it is the local part of a `ZeroRedundancyOptimizer`: each rank then has its own parameters."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:
+        return False
+    # That class marks neither parameters nor the optimizer it builds. Once, and where it is loaded only.
+    return any(
+        issubclass(type(thing), module.ZeroRedundancyOptimizer)
+        and getattr(thing, "optim", None) is optimizer
+        for thing in gc.get_objects()
+    )
 
 
 _built = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -343,3 +345,125 @@ def test_case_63_flattened_optimizer_states_go_round(wrap):
     # What stands for another rank's tensors takes no memory.
     held = [result[2] for result in results]
     assert max(held) < 0.9 * sum(held)
+
+
+# -- 65 and 69: who trains together, and who apart -------------------------------------------------
+
+
+def told(caught):
+    return [str(w.message) for w in caught if "rank" in str(w.message)]
+
+
+def _case_65(ownership):
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = rpt.ResidualPolarTransport(
+        [("head.weight", weight)], 1e-2, ownership=ownership, weight_decay=0.0
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            weight.grad = torch.eye(2) * (1.0 if dist.get_rank() == 0 else -3.0)
+            optimizer.step()
+    return told(caught), weight.detach()
+
+
+@needs_processes
+@pytest.mark.parametrize("ownership", ["auto", "replicated", "local"])
+def test_case_65_replicas_that_nothing_synchronises(ownership):
+    (first, a), (second, b) = run(_case_65, 2, ownership)
+    if ownership == "local":
+        assert first == second == []
+        # Each its own step, as with AdamW.
+        assert (a - 1).diagonal().max() < 0 < (b - 1).diagonal().min()
+        return
+    for messages in (first, second):
+        assert len(messages) == 1, "one warning, not one for each step"
+        assert "head.weight (2, 2)" in messages[0]
+        assert "ownership='local'" in messages[0]
+    assert torch.equal(a, b) == (ownership == "auto")
+
+
+def _case_65_synchronised(kind):
+    """Whatever averages gradients gives no warning, in any precision; local SGD gives one."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    if kind == "bfloat16":
+        net.bfloat16()
+    ddp = nn.parallel.DistributedDataParallel(net)
+    optimizer = rpt.ResidualPolarTransport(ddp.parameters(), 1e-3)
+    if kind == "compressed":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if kind == "local SGD":
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
+        ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        optimizer = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(2, warmup_steps=2))
+    counts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(5):
+            x = torch.randn(6, 4, generator=generator).to(net[0].weight.dtype)
+            ddp(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(told(caught)))
+    return counts
+
+
+@needs_processes
+@pytest.mark.parametrize("kind", ["plain", "bfloat16", "compressed", "local SGD"])
+def test_case_65_averaged_gradients_are_told_from_others(kind):
+    for counts in run(_case_65_synchronised, 2, kind):
+        assert counts[1] == 0
+        assert counts[-1] == (kind == "local SGD")
+
+
+def chain(sizes):
+    """Linear layers with the same values everywhere."""
+    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    for layer in layers:
+        for p in layer.parameters():
+            nn.init.constant_(p, 0.1)
+    return nn.Sequential(*layers).double()
+
+
+def _case_69(sizes):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = nn.parallel.DistributedDataParallel(chain(sizes))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), optimizer_class=rpt.ResidualPolarTransport, lr=1e-2
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            x = torch.randn(6, sizes[0], generator=generator, dtype=torch.float64)
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return told(caught), weights(net)
+
+
+@needs_processes
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 12, 3)])
+def test_case_69_zero_redundancy_optimizer_is_not_warned_of(sizes):
+    """Equal shapes and values on both ranks must not be taken for replicas either."""
+    net = chain(sizes)
+    optimizer = rpt.ResidualPolarTransport(net.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(6, sizes[0], generator=generator, dtype=torch.float64)
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for messages, found in run(_case_69, 2, sizes):
+        assert messages == []
+        for value, expected in zip(found, weights(net), strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-8)
