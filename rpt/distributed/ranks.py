@@ -115,15 +115,12 @@ class _Ranks:
         ]
         if not apart:
             return
-        names = {
-            id(p): self.optimizer.parameter_name(g, i) for g, i, p in self.optimizer._enumerate()
-        }
         worst = max(apart, key=lambda i: (found.peaks[i] - found.lows[i]) / found.peaks[i])
         self.optimizer._warn_once(
             "unsynchronised",
             f"the gradients of {len(apart)} parameter(s) differ between ranks (the largest entries are "
-            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in "
-            f"{names[id(team.parameters[worst])]}): nothing averages them, and {self._unsynchronised}. "
+            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in {team.name(worst)}): nothing "
+            f"averages them, and {self._unsynchronised}. "
             "If ranks hold replicas, wrap the model in DistributedDataParallel or average its gradients "
             "before step(); if each rank trains on its own, as under PostLocalSGDOptimizer, pass "
             "ownership='local'",

@@ -33,7 +33,7 @@ _STEP_REMEDY = (
 )
 
 
-def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = None) -> Ownership:
+def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> Ownership:
     """The ownership object for a mode; a collective.
 
     Args:
@@ -43,7 +43,7 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
 
     Raises:
         RuntimeError: ranks that disagree about the parameters; parameters of FSDP1; a sharded
-            parameter with "local"; a rank that never comes.
+            parameter with "local"; points of a manifold cut apart; a rank that never comes.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     plain = [(g, p) for g, group in enumerate(groups) for p in group if not is_sharded(p)]
@@ -55,8 +55,13 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
         )
     for _, parameter in plain:
         refuse_flat_shards(parameter)
-    for _, parameter in shards:
-        refuse_split_points(parameter)
+    for g, group in enumerate(groups):
+        for i, parameter in enumerate(group):
+            if splits_points(parameter):
+                raise RuntimeError(
+                    f"{optimizer.parameter_name(g, i)} lives on a manifold and is sharded along its "
+                    "coordinates: shard it along another dimension, so that every rank holds whole points"
+                )
     if mode == "auto" and not shards and _held_by_zero(optimizer):
         return SingleProcess()
     number = _next_number()
@@ -180,11 +185,12 @@ def planned_item(
     dtype = compute_dtype(parameter)
     shape = matrix_shape(parameter, options["thin_as_vector"])
     nbytes = parameter.numel() * dtype.itemsize
+    if not parameter.numel() or manifold_of(parameter) is not None:
+        # Nothing to do, or nothing that an owner does.
+        return Item(0.0, 0, (g, dtype, shape))
     if shape is None:
         key = (g, dtype, vector_length_class(parameter.numel()))
         return Item(costs.vector(parameter.numel()), nbytes, key, together=True)
-    if not parameter.numel():
-        return Item(0.0, 0, (g, dtype, shape))
     roots = options["roots"]
     metric: RootBackend = backend(roots) if backend is not None else resolve_roots(roots)
     steps = options["polar_steps"] if options["polar_prior"] > 0 else 0
@@ -221,16 +227,12 @@ def report(optimizer: Any) -> dict[str, Any]:
     return out
 
 
-def refuse_split_points(parameter: Any) -> None:
-    """Refuse a manifold parameter whose points are cut apart: a rank can step whole points only."""
-    last = parameter.ndim - 1
-    if manifold_of(parameter) is not None and any(
-        getattr(placement, "dim", None) in (last, -1) for placement in parameter.placements
-    ):
-        raise RuntimeError(
-            f"a manifold parameter of shape {tuple(parameter.shape)} is sharded along its coordinates: "
-            "shard it along another dimension, so that every rank holds whole points"
-        )
+def splits_points(parameter: Any) -> bool:
+    """Whether a manifold parameter is sharded within its points: a rank can step whole points only."""
+    if manifold_of(parameter) is None or not is_sharded(parameter):
+        return False
+    cut = [getattr(placement, "dim", None) for placement in parameter.placements]
+    return parameter.ndim - 1 in cut or -1 in cut
 
 
 def refuse_flat_shards(parameter: Tensor) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
@@ -58,7 +57,7 @@ class Team:
         members: Sequence[tuple[int, Holding]],
         plan: Plan,
         group: dist.ProcessGroup,
-        optimizer: Optimizer,
+        optimizer: Any,
     ) -> None:
         self.members, self.plan, self.group = list(members), plan, group
         self.optimizer = optimizer
@@ -85,6 +84,12 @@ class Team:
 
     def owns(self, index: int) -> bool:
         return self.plan.owner[index] == self.rank
+
+    def name(self, index: int) -> str:
+        """How messages call a parameter."""
+        g, parameter = self.members[index][0], self.parameters[index]
+        among = self.optimizer.param_groups[g]["params"]
+        return self.optimizer.parameter_name(g, [id(p) for p in among].index(id(parameter)))
 
     @property
     def wire_bytes(self) -> int:

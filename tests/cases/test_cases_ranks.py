@@ -220,7 +220,7 @@ def _case_43_split():
 
     net = lorentz.LorentzEmbedding(6, 3)
     fully_shard(net, shard_placement_fn=lambda _: Shard(1))
-    optimizer = rpt.ResidualPolarTransport(net.parameters(), 0.1)
+    optimizer = rpt.ResidualPolarTransport(net.named_parameters(), 0.1)
     before = net.weight.full_tensor()
     try:
         optimizer.step()
@@ -231,7 +231,7 @@ def _case_43_split():
 @needs_processes
 def test_case_43_points_cut_apart_are_refused():
     for message, unchanged in run(_case_43_split, 2):
-        assert "shape (6, 4) is sharded along its coordinates" in message
+        assert "weight (6, 4) lives on a manifold and is sharded along its coordinates" in message
         assert unchanged
 
 
