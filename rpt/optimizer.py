@@ -44,7 +44,7 @@ from .rule.update import Rule
 from .step import Work, advance, deliver, group_gain, plan
 from .store.layout import compute_dtype
 from .store.registry import StackRegistry
-from .store.schema import counted, saved
+from .store.schema import counted, holds_state, saved
 from .telemetry import Telemetry, gather_telemetry
 
 __all__ = ["ResidualPolarTransport"]
@@ -313,6 +313,8 @@ class ResidualPolarTransport(Optimizer):
             agreed = Agreement(live, [], observed)
         else:
             agreed = ranks.agree(live, observed)
+            if agreed.live is not live:  # other ranks may have had a gradient where this one has none
+                self._settled &= all(id(p) in self._known for _, p, _ in agreed.live)
             live, peaks = self._finite(agreed.live, agreed.peaks)
             agreed = Agreement(live, peaks, agreed.observed)
         self._stage.last_counts = agreed.observed.counts
@@ -786,7 +788,7 @@ class ResidualPolarTransport(Optimizer):
         if self.state:
             self._ranks().adopt_state(self.state)
         for parameter, record in self.state.items():
-            if "momentum" in record:
+            if holds_state(record):
                 record |= counted(record, compute_dtype(parameter))
         self._restore_observation_ages()
 

@@ -20,6 +20,7 @@ from .layout import (
     vector_layouts,
     vector_length_class,
 )
+from .schema import holds_state
 from .stack import Seat, Stack
 
 __all__ = ["StackRegistry"]
@@ -82,7 +83,7 @@ class StackRegistry:
         if settled:
             return False
         taking_part = {id(p) for _, p in live}
-        taking_part |= {id(p) for _, p in _members(groups) if "momentum" in state.get(p, {})}
+        taking_part |= {id(p) for _, p in _members(groups) if holds_state(state.get(p, {}))}
         shelves: dict[_Key, list[tuple[Tensor, Form]]] = {}
         for key, parameter, form in _choose(groups, backend):
             if id(parameter) in taking_part:

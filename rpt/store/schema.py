@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["COUNTERS", "ENTRIES", "METRIC", "TRAVELLING", "VALUES", "WHO", "Entry", "counted", "saved"]
+__all__ = ["COUNTERS", "ENTRIES", "METRIC", "TRAVELLING", "VALUES", "WHO", "Entry", "counted", "holds_state", "numbered", "saved"]
 
 # Prefix of the root backend's entries among a parameter's state.
 METRIC = "metric."
@@ -98,6 +98,12 @@ WHO = {entry.name: entry.who for entry in ENTRIES}
 TRAVELLING = tuple(entry.name for entry in ENTRIES if entry.travels)
 
 
+def holds_state(record: Mapping[str, Any]) -> bool:
+    """Whether a parameter's record is its state: on ranks that do not own it, large tensors are empty."""
+    momentum = record.get("momentum")
+    return isinstance(momentum, Tensor) and momentum.numel() > 0
+
+
 def counted(record: Mapping[str, Any], working: torch.dtype) -> dict[str, Tensor]:
     """The counters of a record from a checkpoint as tensors, as they are in a stack."""
     return {
@@ -107,17 +113,22 @@ def counted(record: Mapping[str, Any], working: torch.dtype) -> dict[str, Tensor
     }
 
 
+def numbered(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with its counters as plain numbers."""
+    return {
+        key: value.item() if key in COUNTERS and type(value) is Tensor and value.numel() == 1
+        and value.device.type != "meta" else value
+        for key, value in record.items()
+    }  # fmt: skip
+
+
 def saved(record: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state as a checkpoint holds it: plain numbers, and tensors of their own.
 
     In `optimizer.state` they are views of whole stacks, which a file would store with each of them.
     """
-    out: dict[str, Any] = {}
-    for key, value in record.items():
-        if not isinstance(value, Tensor):
-            out[key] = value
-        elif key in COUNTERS and value.numel() == 1 and value.device.type != "meta":
-            out[key] = value.item()
-        else:
-            out[key] = value.detach().clone(memory_format=torch.contiguous_format)
-    return out
+    return {
+        key: value.detach().clone(memory_format=torch.contiguous_format)
+        if isinstance(value, Tensor) else value
+        for key, value in numbered(record).items()
+    }  # fmt: skip
