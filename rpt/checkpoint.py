@@ -54,4 +54,6 @@ def restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 record[name] = value.detach().to(parameter.device)
     for group in optimizer.param_groups:
         gain = group.get("gain", 1.0)
-        group["gain"] = torch.as_tensor(gain, dtype=torch.float64)
+        # A plain number goes to the host, whatever the default device.
+        device = gain.device if isinstance(gain, Tensor) else "cpu"
+        group["gain"] = torch.as_tensor(gain, dtype=torch.float64, device=device)

@@ -80,29 +80,29 @@ class _Group(NamedTuple):
 class ResidualPolarTransport(Optimizer):
     """Residual Polar Transport: a two-sided matrix metric, transported momentum, a polar share.
 
-    Replaces `torch.optim.AdamW` at the same learning rate. With the default preset nothing else needs
-    to be said; `attach_model` additionally lets observed matrices adapt their polar weight.
+        Replaces `torch.optim.AdamW` at the same learning rate. With the default preset nothing else needs
+        to be said; `attach_model` additionally lets observed matrices adapt their polar weight.
 
-    Every option up to `rounding` can be overridden per parameter group, `preset` included. Defaults are
-    those of the preset "drop_in"; what `preset="paper"` has instead is said beside each.
+        Every option up to `rounding` can be overridden per parameter group, `preset` included. Defaults are
+        those of the preset "drop_in"; what `preset="paper"` has instead is said beside each.
 
-    Args:
-        params: parameters, named parameters, or parameter groups, as for every torch optimizer.
-        preset: "drop_in", at which AdamW's learning rate carries over, or "paper", the published rule.
-{options}
-        observer_dim: sketch width of observations.
-        observer_ridge: relative ridge of the observed regression.
-        observer_center: whether activations and cotangents are centred over samples.
-        observer_null: null model of a calibrated rank, "none" (the published statistic), "shuffle" or
-            "analytic".
-        ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
-            to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
-            is "owner" wherever ranks hold the same parameters or shards of them.
-        foreach, fused: as AdamW takes them; they have no effect.
-        differentiable, amsgrad: as AdamW takes them; True is refused with the remedy.
+        Args:
+            params: parameters, named parameters, or parameter groups, as for every torch optimizer.
+            preset: "drop_in", at which AdamW's learning rate carries over, or "paper", the published rule.
+    {options}
+            observer_dim: sketch width of observations.
+            observer_ridge: relative ridge of the observed regression.
+            observer_center: whether activations and cotangents are centred over samples.
+            observer_null: null model of a calibrated rank, "none" (the published statistic), "shuffle" or
+                "analytic".
+            ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
+                to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
+                is "owner" wherever ranks hold the same parameters or shards of them.
+            foreach, fused: as AdamW takes them; they have no effect.
+            differentiable, amsgrad: as AdamW takes them; True is refused with the remedy.
 
-    Raises:
-        ValueError, TypeError: an option out of range, named with its value and its group.
+        Raises:
+            ValueError, TypeError: an option out of range, named with its value and its group.
     """
 
     def __init__(
@@ -313,7 +313,9 @@ class ResidualPolarTransport(Optimizer):
             agreed = Agreement(live, [], observed)
         else:
             agreed = ranks.agree(live, observed)
-            if agreed.live is not live:  # other ranks may have had a gradient where this one has none
+            if (
+                agreed.live is not live
+            ):  # other ranks may have had a gradient where this one has none
                 self._settled &= all(id(p) in self._known for _, p, _ in agreed.live)
             live, peaks = self._finite(agreed.live, agreed.peaks)
             agreed = Agreement(live, peaks, agreed.observed)
@@ -343,7 +345,9 @@ class ResidualPolarTransport(Optimizer):
         for g, group in enumerate(groups):
             rate, seen = group["lr"], self._looked_at[g] if g < len(self._looked_at) else None
             # The rate changes at every step of a schedule.
-            if not (type(rate) is float and 0.0 <= rate < math.inf) and not isinstance(rate, Tensor):
+            if not (type(rate) is float and 0.0 <= rate < math.inf) and not isinstance(
+                rate, Tensor
+            ):
                 seen = None
             if (
                 seen is not None
@@ -442,7 +446,9 @@ class ResidualPolarTransport(Optimizer):
             peaks: list[float] = agreed.peaks
             if portion is not agreed.live and not recorded:
                 if by_id is None:
-                    by_id = {id(p): peak for (_, p, _), peak in zip(agreed.live, peaks, strict=True)}
+                    by_id = {
+                        id(p): peak for (_, p, _), peak in zip(agreed.live, peaks, strict=True)
+                    }
                 peaks = [by_id[id(p)] for _, p, _ in portion]
             works = self._plan(portion, recorded)
             # A host read costs nothing on a CPU: there each stack is finished before the next one

@@ -342,7 +342,16 @@ _BY_NAME = {option.name: option for option in OPTIONS}
 OBSERVE_EVERY = {"drop_in": 4, "paper": 1}
 
 # What a group may hold beside options: torch's own entries, and the state of the gain.
-_OTHERS = ("params", "param_names", "preset", "gain", "foreach", "fused", "differentiable", "amsgrad")
+_OTHERS = (
+    "params",
+    "param_names",
+    "preset",
+    "gain",
+    "foreach",
+    "fused",
+    "differentiable",
+    "amsgrad",
+)
 
 
 class _Default:

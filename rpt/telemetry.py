@@ -24,6 +24,7 @@ class ParameterTelemetry:
 
     Attributes:
         name: its name, or its group, position and shape.
+        matrix: whether it is stepped as a matrix; vectors have no roots and no polar weight.
         step: updates it received.
         residual_entropy_rank: last observed rank r; 1 before any observation.
         polar_weight: α.
@@ -44,6 +45,7 @@ class ParameterTelemetry:
     """
 
     name: str
+    matrix: bool
     step: int
     residual_entropy_rank: float
     polar_weight: float
@@ -60,6 +62,16 @@ class ParameterTelemetry:
     observations: int
     skipped: int
     state_bytes: int
+
+
+_MATRIX_ONLY = ("residual_entropy_rank", "polar_weight", "root_age", "root_refreshes",
+                "root_condition", "root_failures")  # fmt: skip
+_LEGEND = {
+    "rank, polar": "last observed entropy rank, and the share of the polar factor in the update",
+    "q": "cosine between the last two requests, 1 where they agree; signal: the length that follows",
+    "age, refresh": "steps since the roots were made, and how often they were",
+    "condition": "largest over smallest eigenvalue of the metric when they were",
+}
 
 
 class Telemetry(dict[str, Any]):
@@ -83,10 +95,14 @@ class Telemetry(dict[str, Any]):
         head = f"{'parameter':{width}}" + "".join(f"{label:>10}" for label, *_ in self._COLUMNS)
         lines = [head, "-" * len(head)]
         for name, entry in self["parameters"].items():
-            cells = "".join(f"{format(entry[key], form):>10}" for _, key, form in self._COLUMNS)
+            cells = "".join(
+                f"{format(entry[key], form) if entry['matrix'] or key not in _MATRIX_ONLY else '-':>10}"
+                for _, key, form in self._COLUMNS
+            )
             lines.append(f"{name:{width}}{cells}")
         total = self["total"]
         lines.append("-" * len(head))
+        lines += [f"{label}: {says}" for label, says in _LEGEND.items()]
         lines.append(
             f"{total['parameters']} parameters, {total['state_bytes'] / 2**20:.2f} MiB of state; "
             f"mean polar weight {total['polar_weight']:.3f}, rank {total['residual_entropy_rank']:.3f}"
@@ -99,7 +115,7 @@ class Telemetry(dict[str, Any]):
 def gather_telemetry(optimizer: ResidualPolarTransport) -> Telemetry:
     """Read the state of every parameter that has one, with one transfer per stack and quantity."""
     entries = list(_entries(optimizer))
-    matrices = [e for e in entries if e.root_refreshes > 0]
+    matrices = [e for e in entries if e.matrix and e.root_refreshes > 0]
     parameters = {entry.name: {**asdict(entry)} for entry in entries}
     for entry in parameters.values():
         del entry["name"]
@@ -138,6 +154,7 @@ def _entries(optimizer: ResidualPolarTransport) -> Iterator[ParameterTelemetry]:
             age = counts["step"] - counts["last_root_step"]
             yield ParameterTelemetry(
                 name=optimizer.parameter_name(g, i),
+                matrix="root_condition" in record,
                 step=counts["step"],
                 residual_entropy_rank=_number(record, "residual_entropy_rank", 1.0),
                 polar_weight=_number(record, "polar_weight", 0.0),

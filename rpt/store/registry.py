@@ -160,9 +160,7 @@ def _choose(
     everyone = []
     for g, parameter in _members(groups):
         form = form_of(parameter, groups[g])
-        shape = (
-            (form.rows, form.cols) if form.matrix else (1, vector_length_class(form.cols))
-        )
+        shape = (form.rows, form.cols) if form.matrix else (1, vector_length_class(form.cols))
         dtype = compute_dtype(parameter)
         # float64 is there for exactness, not for speed, and the published rule keeps every matrix to
         # itself: rounding then has no company either.

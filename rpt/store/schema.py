@@ -12,7 +12,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["COUNTERS", "ENTRIES", "METRIC", "TRAVELLING", "VALUES", "WHO", "Entry", "counted", "holds_state", "numbered", "saved"]
+__all__ = [
+    "COUNTERS",
+    "ENTRIES",
+    "METRIC",
+    "TRAVELLING",
+    "VALUES",
+    "WHO",
+    "Entry",
+    "counted",
+    "holds_state",
+    "numbered",
+    "saved",
+]
 
 # Prefix of the root backend's entries among a parameter's state.
 METRIC = "metric."

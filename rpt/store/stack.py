@@ -202,7 +202,8 @@ class Stack:
             for key in [*metric, *others]:
                 record.pop(key, None)
             record["last_root_step"], record["metric_start"] = 0, record.get("step", 0)
-        older = bool(record.get("step") is not None and torch.as_tensor(record["step"]).any())
+        step = record.get("step", 0)
+        older = self.readable and bool(step.any() if isinstance(step, Tensor) else step)
         for key in keys:
             view, value = self.view(key, seat), record.get(key)
             entry = _ENTRIES.get(key)
@@ -251,4 +252,3 @@ class Stack:
         """Return gathered copies to the stack."""
         for name, value in tensors.items():
             self.tensors[name][index.of(name).to(value.device)] = value
-

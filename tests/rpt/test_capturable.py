@@ -184,7 +184,9 @@ def test_recorded_steps_follow_the_same_rule(record):
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+    return nn.Sequential(
+        nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3)
+    )
 
 
 def trained(net, x, y, steps, then=lambda: None, after=None, **options):
@@ -325,9 +327,7 @@ def test_missing_outgrown_and_overdue_roots_come_first():
     (outgrown,) = columns([False, False, False, False, True])
     able = torch.ones(5, 1, dtype=torch.bool)
     ages = overdue(step, last, share, outgrown, 30, True, numbers)
-    torch.testing.assert_close(
-        ages[:, 0], torch.tensor([1.0, 2.0, torch.inf, 1 / 3, torch.inf])
-    )
+    torch.testing.assert_close(ages[:, 0], torch.tensor([1.0, 2.0, torch.inf, 1 / 3, torch.inf]))
     assert most_overdue(ages, able, 4).tolist() == [2, 4]
     assert most_overdue(ages, able, 3).tolist() == [1, 2, 4]
     assert most_overdue(ages, able, 1).tolist() == [0, 1, 2, 3, 4]

@@ -75,7 +75,9 @@ def test_five_steps_come_as_near_as_measured(shape, condition):
 def test_transposes_agree(shape, name):
     schedule = polar_schedule(name, 5)
     matrix = random(shape)
-    torch.testing.assert_close(polar_factor(matrix.mT, schedule, TENSORS).mT, polar_factor(matrix, schedule, TENSORS))
+    torch.testing.assert_close(
+        polar_factor(matrix.mT, schedule, TENSORS).mT, polar_factor(matrix, schedule, TENSORS)
+    )
 
 
 @pytest.mark.parametrize("name", ["quintic", "tight"])

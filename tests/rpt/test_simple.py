@@ -35,7 +35,9 @@ def drawn(seed):
     }
     preset = pick.choice(["drop_in", "paper"])
     names = pick.sample(sorted(choices), 4)
-    return {"preset": preset, "gain_rate": 0.0} | {name: pick.choice(choices[name]) for name in names}
+    return {"preset": preset, "gain_rate": 0.0} | {
+        name: pick.choice(choices[name]) for name in names
+    }
 
 
 def seen(parameter, group):

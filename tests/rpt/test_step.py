@@ -1,0 +1,65 @@
+"""What a step costs besides its arithmetic, and what it leaves where."""
+
+import os
+import sys
+from collections import Counter
+
+import torch
+from torch import nn
+
+import rpt
+from rpt import observers
+
+
+def test_a_steady_step_is_a_short_way():
+    """Calls of our own code in one step of a two-layer network, and the files that it goes through."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = rpt.RPT(model.parameters())
+    folders = tuple(os.path.dirname(package.__file__) + os.sep for package in (rpt, observers))
+    counts = []
+    for _ in range(30):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        calls = Counter()
+
+        def count(frame, event, _, calls=calls):
+            name = frame.f_code.co_filename
+            if event == "call" and name.startswith(folders):
+                calls[name] += 1
+
+        sys.setprofile(count)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        counts.append((sum(calls.values()), len(calls)))
+    steady = [c for c in counts[10:] if c == min(counts)]
+    assert len(steady) > 10, "most steps refresh no root"
+    assert steady[0][0] <= 150
+    assert steady[0][1] <= 10
+    assert max(counts[10:])[0] <= 250
+
+
+def test_different_sets_of_gradients_keep_their_places():
+    """Parameters come and go; each one's state follows its own steps, and plans do not pile up."""
+    torch.manual_seed(0)
+    shapes = [(8, 5), (5, 8), (6,), (3, 3), (3, 3), ()]
+    parameters = [nn.Parameter(torch.randn(s)) for s in shapes]
+    twins = [nn.Parameter(p.detach().clone()) for p in parameters]
+    joint = rpt.RPT(parameters, max_root_staleness=1)
+    apart = [rpt.RPT([p], max_root_staleness=1) for p in twins]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(40):
+        present = torch.rand(len(shapes), generator=generator) < 0.6
+        for i, (p, q) in enumerate(zip(parameters, twins, strict=True)):
+            p.grad = torch.randn(p.shape, generator=generator) if present[i] else None
+            q.grad = None if p.grad is None else p.grad.clone()
+        joint.step()
+        for optimizer in apart:
+            optimizer.step()
+    for p, q in zip(parameters, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        step = [o.state[q]["step"] for o in apart if q in o.state]
+        assert [joint.state[p]["step"]] == step
+    assert len(joint._plans) <= 17
