@@ -135,7 +135,7 @@ class SingleProcess:
     def agree(self, live: list[Live], observed: Committed) -> Agreement:
         gradients = []
         for _, _, gradient in live:
-            gradients.append(gradient)  # noqa: PERF402
+            gradients.append(gradient)
         # One host synchronisation: which parameters take part is the host's decision.
         return Agreement(live, largest_entries(gradients).tolist(), observed)
 

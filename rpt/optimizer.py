@@ -28,7 +28,7 @@ from . import step as stepping
 from .apply import SingleProcess
 from .checkpoint import check_loadable, restore_dtypes
 from .manifold import manifold_of, step_on_manifold
-from .options import Nonfinite, PolarSchedule, Preset, Rounding, default
+from .options import DEFAULTS, Nonfinite, PolarSchedule, Preset, Rounding
 from .ownership import (
     MODES,
     Agreement,
@@ -108,37 +108,37 @@ class ResidualPolarTransport(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor | None = default("lr"),
+        lr: float | Tensor | None = DEFAULTS["lr"],
         *,
         preset: Preset = "drop_in",
-        betas: tuple[float, float] = default("betas"),
-        eps: float = default("eps"),
-        weight_decay: float = default("weight_decay"),
-        update_rms: float | None = default("update_rms"),
-        signal_length: bool = default("signal_length"),
-        thin_as_vector: bool = default("thin_as_vector"),
-        max_relative_step: float | None = default("max_relative_step"),
-        polar_prior: float = default("polar_prior"),
-        polar_beta: float = default("polar_beta"),
-        polar_release_beta: float | None = default("polar_release_beta"),
-        polar_steps: int = default("polar_steps"),
-        polar_schedule: PolarSchedule = default("polar_schedule"),
-        matrix_ridge: float = default("matrix_ridge"),
-        roots: str | RootBackend = default("roots"),
-        root_drift_threshold: float | None = default("root_drift_threshold"),
-        max_root_staleness: int = default("max_root_staleness"),
-        gain_rate: float = default("gain_rate"),
-        min_gain: float = default("min_gain"),
-        max_gain: float = default("max_gain"),
-        target_coherence: float = default("target_coherence"),
-        transport_eps: float = default("transport_eps"),
-        transport: bool = default("transport"),
-        closure: bool = default("closure"),
-        stacked: bool = default("stacked"),
-        maximize: bool = default("maximize"),
-        capturable: bool = default("capturable"),
-        nonfinite: Nonfinite = default("nonfinite"),
-        rounding: Rounding = default("rounding"),
+        betas: tuple[float, float] = DEFAULTS["betas"],
+        eps: float = DEFAULTS["eps"],
+        weight_decay: float = DEFAULTS["weight_decay"],
+        update_rms: float | None = DEFAULTS["update_rms"],
+        signal_length: bool = DEFAULTS["signal_length"],
+        thin_as_vector: bool = DEFAULTS["thin_as_vector"],
+        max_relative_step: float | None = DEFAULTS["max_relative_step"],
+        polar_prior: float = DEFAULTS["polar_prior"],
+        polar_beta: float = DEFAULTS["polar_beta"],
+        polar_release_beta: float | None = DEFAULTS["polar_release_beta"],
+        polar_steps: int = DEFAULTS["polar_steps"],
+        polar_schedule: PolarSchedule = DEFAULTS["polar_schedule"],
+        matrix_ridge: float = DEFAULTS["matrix_ridge"],
+        roots: str | RootBackend = DEFAULTS["roots"],
+        root_drift_threshold: float | None = DEFAULTS["root_drift_threshold"],
+        max_root_staleness: int = DEFAULTS["max_root_staleness"],
+        gain_rate: float = DEFAULTS["gain_rate"],
+        min_gain: float = DEFAULTS["min_gain"],
+        max_gain: float = DEFAULTS["max_gain"],
+        target_coherence: float = DEFAULTS["target_coherence"],
+        transport_eps: float = DEFAULTS["transport_eps"],
+        transport: bool = DEFAULTS["transport"],
+        closure: bool = DEFAULTS["closure"],
+        stacked: bool = DEFAULTS["stacked"],
+        maximize: bool = DEFAULTS["maximize"],
+        capturable: bool = DEFAULTS["capturable"],
+        nonfinite: Nonfinite = DEFAULTS["nonfinite"],
+        rounding: Rounding = DEFAULTS["rounding"],
         observer_dim: int = 32,
         observer_ridge: float = 1e-7,
         observer_center: bool = True,
@@ -453,8 +453,8 @@ class ResidualPolarTransport(Optimizer):
             works = self._plan(portion, recorded)
             # A host read costs nothing on a CPU: there each stack is finished before the next one
             # starts, and its intermediates are freed. On a device all share one synchronisation.
-            on_cpu = all([work.stack.device.type == "cpu" for work in works])
-            for batch in [[work] for work in works] if on_cpu else [works]:
+            kinds = {work.stack.device.type for work in works}
+            for batch in [[work] for work in works] if kinds == {"cpu"} else [works]:
                 try:
                     ranks_seen, overall = agreed.observed.ranks, agreed.observed.global_rank
                     advance(batch, portion, peaks, ranks_seen, overall, ranks)
@@ -485,9 +485,10 @@ class ResidualPolarTransport(Optimizer):
         """Who owns what; decided when it is first needed, because then all parameters are known."""
         if self._ownership is None or self._grown:
             chosen = choose_ownership(self._mode, self, self._ownership)
-            self._ownership = SingleProcess() if chosen is None else chosen
+            self._ownership = ownership = chosen or SingleProcess()
             self._grown = False
             self._warn_of_flat_parameters()
+            return ownership
         return self._ownership
 
     def _refuse_what_no_graph_can_do(

@@ -22,6 +22,7 @@ from .rule.polar import polar_schedule
 from .rule.update import Rule
 
 __all__ = [
+    "DEFAULTS",
     "NAMES",
     "OBSERVE_EVERY",
     "OPTIONS",
@@ -30,7 +31,6 @@ __all__ = [
     "Preset",
     "Rounding",
     "complete_group",
-    "default",
     "group_rule",
     "options_text",
     "preset_options",
@@ -367,9 +367,8 @@ class _Default:
         return repr(self.value)
 
 
-def default(name: str) -> Any:
-    """The signature's default of an option."""
-    return _Default(_BY_NAME[name].drop_in)
+# The signature's.
+DEFAULTS: dict[str, Any] = {option.name: _Default(option.drop_in) for option in OPTIONS}
 
 
 def given(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class StepSize(NamedTuple):
 class Ownership(Protocol):
     """What the optimizer asks about parameters and ranks, in the order in which it asks."""
 
-    def agree(self, live: Sequence[Live], observed: Committed) -> Agreement:
+    def agree(self, live: list[Live], observed: Committed) -> Agreement:
         """Begin a step: from this rank's gradients and observations."""
         ...
 

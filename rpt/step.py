@@ -135,7 +135,7 @@ class Work:
         assert self.facts is not None
         assert self.facts.due is not None
         assert self.failed is not None
-        owners = [s.parameter for s in self.seats for _ in range(s.form.count)]
+        owners = [s.parameter for s in self.seats for _ in range(s.form.pieces)]
         rows, failed = self.facts.due.tolist(), self.failed.cpu()
         return [(owners[row], bad) for row, bad in zip(rows, failed, strict=True)]
 
@@ -224,19 +224,19 @@ def _begin(
 ) -> None:
     """Count and measure the gradients, and decide whose roots are due, except by their drift."""
     rows, rule, counts, recorded = work.open(), work.rule, work.counts, work.recorded
-    numbers, wide = rows.numbers, work.stack.dtype == torch.float64
+    wide = work.stack.dtype == torch.float64
     deciding = numbers_of(work.stack.dtype, not recorded)
     work.gradients = [live[i][2] for i in work.order]
     work.changed = work.due = None
+    peak: Scalars
+    top: Any = torch.maximum if recorded else np.maximum
     if recorded:
         peak = _rows_of(work, largest_entries(work.gradients).to(work.stack.dtype)[:, None])
         work.finite = peak.isfinite()
         peak = torch.where(work.finite, peak, 0.0)
         work.before = {key: value.clone() for key, value in work.tensors.items()}
-        top = torch.maximum
     else:
         peak = np.array([[peaks[i]] for i in work.order], dtype=deciding.dtype)
-        top = np.maximum
     if work.lead:
         peak = _peaks_of_each(work, peak)
     if (ranks or global_rank is not None) and rows.matrices:
@@ -295,10 +295,10 @@ def _read_drifts(waiting: Sequence[Work]) -> None:
     """On a device, the one synchronisation: whether a root is made anew is decided on the host."""
     drifts = [work.changed for work in waiting if work.changed is not None]
     device = drifts[0].device
-    numbers = torch.cat([drift.double().to(device) for drift in drifts]).cpu().numpy()
-    for work, drift in zip(waiting, drifts, strict=True):
-        work.due = work.due | (numbers[: len(drift)] >= work.rule.root_drift_threshold)
-        numbers = numbers[len(drift) :]
+    numbers = torch.cat([each.double().to(device) for each in drifts]).cpu().numpy()
+    for work, each in zip(waiting, drifts, strict=True):
+        work.due = work.due | (numbers[: len(each)] >= work.rule.root_drift_threshold)
+        numbers = numbers[len(each) :]
 
 
 def _rows_that_are(due: np.ndarray, device: torch.device) -> Tensor | None:
@@ -323,14 +323,14 @@ def _rows_of(work: Work, values: Tensor) -> Tensor:
     """(parameters, 1) -> (rows, 1)."""
     if not work.lead:
         return values
-    parts = [v.expand(seat.form.count, 1) for v, seat in zip(values, work.seats, strict=True)]
+    parts = [v.expand(seat.form.pieces, 1) for v, seat in zip(values, work.seats, strict=True)]
     return torch.cat(parts)
 
 
 def _peaks_of_each(work: Work, peak: Scalars) -> Scalars:
     """The largest entry of every matrix, where parameters are stacks of them."""
     parts = [
-        gradient.reshape(seat.form.count, -1).abs().amax(1, keepdim=True).to(work.stack.dtype)
+        gradient.reshape(seat.form.pieces, -1).abs().amax(1, keepdim=True).to(work.stack.dtype)
         for gradient, seat in zip(work.gradients, work.seats, strict=True)
     ]
     each = torch.cat(parts)
@@ -345,7 +345,7 @@ def _observe(work: Work, ranks: Mapping[Tensor, Tensor], global_rank: Tensor | N
     rows, mine = work.rows, []
     for seat in work.seats:
         if seat.form.matrix:
-            mine += [ranks.get(seat.parameter, global_rank)] * seat.form.count
+            mine += [ranks.get(seat.parameter, global_rank)] * seat.form.pieces
     if all(rank is None for rank in mine):
         return
     numbers, count = rows.numbers, rows.matrices
@@ -422,8 +422,8 @@ def deliver(work: Work, ownership: Ownership) -> Outcome:
     parameters, refreshed, told = work.parameters, _refreshed(work), compared
     if work.lead:
         starts = _starts(work)
-        parameters = [s.parameter for s in work.seats for _ in range(s.form.count)]
-        told = compared[starts]
+        parameters = [s.parameter for s in work.seats for _ in range(s.form.pieces)]
+        told = torch.stack([compared[start] for start in starts])
         refreshed = [k for k, start in enumerate(starts) if start in refreshed]
     ownership.deliver(work.parameters, updates, size, told, refreshed)
     if finite is None:
@@ -439,7 +439,7 @@ def _starts(work: Work) -> list[int]:
     starts, row = [], 0
     for seat in work.seats:
         starts.append(row)
-        row += seat.form.count
+        row += seat.form.pieces
     return starts
 
 

@@ -196,7 +196,7 @@ def planned_item(
     roots = options["roots"]
     metric: RootBackend = backend(roots) if backend is not None else resolve_roots(roots)
     steps = options["polar_steps"] if options["polar_prior"] > 0 else 0
-    cost = form.count * costs.matrix(*shape, metric, steps)
+    cost = form.pieces * costs.matrix(*shape, metric, steps)
     if not parameter.requires_grad:
         # Frozen: no work unless it is thawed later.
         cost *= 1e-3

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .schedule import OUTGROWN, share_of_age
 from .scalars import numbers_of
+from .schedule import OUTGROWN, share_of_age
 from .update import Rule
 
 __all__ = ["simple_step"]
@@ -41,7 +41,7 @@ def simple_step(
     n = p.norm()
 
     # Transport: the momentum rotated from the stored frame h₋ to h.
-    rho, h = float(n > tau), p / n.clamp_min(tau)
+    rho, h = (n > tau).to(n), p / n.clamp_min(tau)
     if old is not None and n > tau:
         q = torch.sum(old * h).clamp(-1, 1)
         rho = q.clamp_min(0)

@@ -59,7 +59,7 @@ class Form(NamedTuple):
     lead: tuple[int, ...] = ()
 
     @property
-    def count(self) -> int:
+    def pieces(self) -> int:
         """How many there are."""
         return math.prod(self.lead)
 

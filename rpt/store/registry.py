@@ -170,7 +170,7 @@ def _choose(
         everyone.append((key, parameter, form))
     pools: dict[_Key, Counter[tuple[int, int]]] = {}
     for key, _, form in everyone:
-        pools.setdefault(_pool(key), Counter())[key.shape] += form.count
+        pools.setdefault(_pool(key), Counter())[key.shape] += form.pieces
     layouts = {
         pool: _layouts(pool, shapes, groups[pool.group], backend) for pool, shapes in pools.items()
     }

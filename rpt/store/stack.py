@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..roots import RootBackend
 from .layout import Form
-from .schema import COUNTERS, ENTRIES, METRIC
+from .schema import ENTRIES, METRIC
 
 __all__ = ["Index", "Seat", "Stack"]
 
@@ -24,7 +24,7 @@ _ENTRIES = {entry.name: entry for entry in ENTRIES}
 
 
 class Seat(NamedTuple):
-    """A parameter's place in a stack: `form.count` rows from `start` on."""
+    """A parameter's place in a stack: `form.pieces` rows from `start` on."""
 
     parameter: Tensor
     start: int
@@ -92,7 +92,7 @@ class Stack:
         forms: list[Form] = []
         for parameter, form in members:
             self.seats[id(parameter)] = Seat(parameter, len(forms), form)
-            forms += [form] * form.count
+            forms += [form] * form.pieces
         shapes = [(form.rows, form.cols) for form in forms if form.matrix]
         self.count, self.matrices = len(forms), len(shapes)
         self.shapes = shapes
@@ -142,7 +142,7 @@ class Stack:
             if seat.form.matrix or not (name.startswith(METRIC) or _ENTRIES[name].who == "matrix"):
                 total += tensor.numel() * tensor.element_size() / len(tensor)
         total += self.buffer.numel() * self.buffer.element_size() / self.count
-        return total * seat.form.count
+        return total * seat.form.pieces
 
     # -- views ------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Stack:
         metric = key.startswith(METRIC)
         if not metric and _ENTRIES[key].who == "vector":
             start -= self.matrices
-        value = self.tensors[key][start : start + form.count]
+        value = self.tensors[key][start : start + form.pieces]
         if not metric:
             if _ENTRIES[key].kind == "row":
                 return self.unpack(value, seat)
@@ -183,7 +183,7 @@ class Stack:
 
     def unpacked(self, rows: Tensor, seats: Sequence[Seat]) -> list[Tensor]:
         """Views of some members' rows in their own shapes."""
-        parts = rows.split([seat.form.count for seat in seats])
+        parts = rows.split([seat.form.pieces for seat in seats])
         return [self.unpack(part, seat) for part, seat in zip(parts, seats, strict=True)]
 
     def adopt(self, seat: Seat, record: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class Stack:
                 view.fill_(value)
             record[key] = view
         if self.readable:
-            rows = slice(seat.start, seat.start + seat.form.count)
+            rows = slice(seat.start, seat.start + seat.form.pieces)
             self.tensors["held"][rows] = self.tensors["frame"][rows].any(dim=1, keepdim=True)
         if seat.form.matrix:
             record.setdefault("observation_age", 0)
@@ -230,7 +230,7 @@ class Stack:
         key = tuple(seat.start for seat in seats)
         if key in self._indices:  # on the device already: a graph can be recorded with it
             return self._indices[key]
-        rows = [row for s in seats for row in range(s.start, s.start + s.form.count)]
+        rows = [row for s in seats for row in range(s.start, s.start + s.form.pieces)]
         parts = (
             rows,
             [row for row in rows if row < self.matrices],

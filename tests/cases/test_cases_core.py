@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import itertools
 import math
 import warnings
 
@@ -18,7 +19,7 @@ from rpt import ResidualPolarTransport
 def mlp(*widths, dtype=torch.float32):
     torch.manual_seed(0)
     layers = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).to(dtype)
 
@@ -375,7 +376,7 @@ def test_case_71_telemetry_uses_the_models_names_and_explains_itself():
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
     report = optimizer.telemetry()
-    assert list(report["parameters"])[0] == "0.weight (6, 4)"
+    assert next(iter(report["parameters"])) == "0.weight (6, 4)"
     table = str(report).splitlines()
     bias = next(line for line in table if line.startswith("0.bias"))
     assert bias.split()[4] == "-", "a vector has no polar weight"

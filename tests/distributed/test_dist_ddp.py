@@ -161,7 +161,7 @@ def _observed(ownership):
         weights(net),
         [float(r["polar_weight"]) for r in state],
         [float(r["residual_entropy_rank"]) for r in state],
-        [r["observations"] for r in state],
+        [int(r["observations"]) for r in state],
     )
 
 
@@ -237,7 +237,8 @@ def _faults():
         from rpt.roots import FullRoots
 
         backend = FullRoots()
-        for stack in {id(s): s for s, _ in optimizer._registry._home.values()}.values():
+        optimizer._plans.clear()
+        for stack in optimizer._registry._home.values():
             if stack.backend is not None:
                 stack.backend = backend
                 object.__setattr__(backend, "accumulate", fail)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rpt
-from rpt.store import layout as stacking
 from rpt.roots import resolve_roots
+from rpt.store import layout as stacking
 
 SHAPES = {
     "small": [(2, 24), (24, 48), (48, 24), (4, 12), (1, 12), (16, 3, 2), (5, 5), (40, 64)],
