@@ -453,8 +453,8 @@ class ResidualPolarTransport(Optimizer):
             works = self._plan(portion, recorded)
             # A host read costs nothing on a CPU: there each stack is finished before the next one
             # starts, and its intermediates are freed. On a device all share one synchronisation.
-            kinds = {work.stack.device.type for work in works}
-            for batch in [[work] for work in works] if kinds == {"cpu"} else [works]:
+            here = {work.stack.on_host for work in works}
+            for batch in [works] if False in here else [[work] for work in works]:
                 try:
                     ranks_seen, overall = agreed.observed.ranks, agreed.observed.global_rank
                     advance(batch, portion, peaks, ranks_seen, overall, ranks)

@@ -87,7 +87,7 @@ class Work:
             return self.rows
         stack, index = self.stack, self.index
         tensors = self.tensors = stack.select(index)
-        numbers = numbers_of(stack.dtype, not self.recorded and stack.device.type == "cpu")
+        numbers = numbers_of(stack.dtype, not self.recorded and stack.on_host)
         self.counts = {
             name: tensors[name] if self.recorded else tensors[name].cpu().numpy()
             for name in COUNTERS

@@ -85,7 +85,7 @@ class Facts:
     Attributes:
         correction1: 1 - β1^t, (k, 1).
         correction2: 1 - β2^t of what the metric, or a vector's second moment, has seen, (k, 1).
-        units: what the gradient was divided by, (k, 1).
+        units: what the gradient was divided by, (k, 1); looked at where there is an `eps`.
         due: indices of matrices whose roots are to be made anew, int64, ascending; None for none.
         products: whether roots must come from matrix products: decompositions wait for the host.
         shaped: whether any matrix may have a polar weight above zero.
@@ -269,8 +269,10 @@ def _refresh(rows: Rows, facts: Facts, rule: Rule) -> Tensor:
     assert facts.due is not None
     numbers, due = rows.numbers, facts.due
     first = slice(None, rows.matrices)
-    floor = numbers.tensor(_floor(facts.units[first], rule.eps, numbers)).square().view(-1)
     correction = numbers.tensor(facts.correction2[first]).view(-1)
+    floor = torch.zeros_like(correction)
+    if rule.eps:
+        floor = numbers.tensor(_floor(facts.units[first], rule.eps, numbers)).square().view(-1)
     whole = len(due) == rows.matrices
     metric, shapes = rows.metric, rows.shapes
     if not whole:

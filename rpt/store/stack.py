@@ -69,6 +69,7 @@ class Stack:
         tensors: what `rpt.store.schema` lists: rows (b, rows·cols), numbers (b, 1), and (matrices, 1)
             or (vectors, 1) where only those have it; and the metric's entries.
         matrices: how many of its rows are matrices; they come first.
+        on_host: whether its numbers may be read without waiting for a device.
         readable: whether its numbers have values at all, and are no meta or fake tensors.
     """
 
@@ -86,6 +87,7 @@ class Stack:
         like = like.to(dtype)
         self.dtype, self.device, self.layout = dtype, like.device, layout
         self.width = layout[0] * layout[1]
+        self.on_host = like.device.type == "cpu"
         self.readable = type(like) is Tensor and like.device.type != "meta"
         counting = like if capturable or not self.readable else torch.empty(0, device="cpu")
         self.seats: dict[int, Seat] = {}

@@ -4,11 +4,13 @@ import os
 import sys
 from collections import Counter
 
+import pytest
 import torch
 from torch import nn
 
 import rpt
 from rpt import observers
+from rpt.store.stack import Stack
 
 
 def test_a_steady_step_is_a_short_way():
@@ -63,3 +65,45 @@ def test_different_sets_of_gradients_keep_their_places():
         step = [o.state[q]["step"] for o in apart if q in o.state]
         assert [joint.state[p]["step"]] == step
     assert len(joint._plans) <= 17
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"preset": "paper"}, {"capturable": True, "gain_rate": 0.1}, {"eps": 1e-6, "stacked": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_numbers_stay_on_a_device_the_step_is_the_same(monkeypatch, options, dtype):
+    """Counters on the host, everything else as tensors: what an ordinary step on a GPU does."""
+
+    def run():
+        torch.manual_seed(0)
+        shapes = [(24, 12), (8, 5), (4, 6, 5), (5,), (), (70, 80), (7, 1)]
+        parameters = [nn.Parameter(torch.randn(s, dtype=dtype)) for s in shapes]
+        optimizer = rpt.RPT(parameters, 1e-3, **options)
+        for t in range(12):
+            for i, p in enumerate(parameters):
+                p.grad = None if (t, i) == (4, 1) else torch.randn_like(p)
+            if t == 3:
+                parameters[0].grad[0, 0] = torch.nan
+            if t == 6:
+                optimizer.set_residual_entropy_rank(0.3, parameters[:2])
+            optimizer.step()
+        counts = [int(e["root_refreshes"]) for e in optimizer.telemetry()["parameters"].values()]
+        return parameters, counts
+
+    with pytest.warns(UserWarning, match="non-finite"):
+        host, refreshes = run()
+    make = Stack.__init__
+
+    def elsewhere(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.on_host = False
+
+    monkeypatch.setattr(Stack, "__init__", elsewhere)
+    with pytest.warns(UserWarning, match="non-finite"):
+        device, others = run()
+    assert refreshes == others
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    for a, b in zip(host, device, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
