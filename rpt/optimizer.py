@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rpt.observers.attach import Attachment, attach
-from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.rank import ObserverSettings
-from rpt.observers.staging import Committed, ObservationStage
 
 from . import options
-from . import step as stepping
+from . import work as working
 from .apply import SingleProcess
 from .checkpoint import check_loadable, restore_dtypes
+from .groups import Groups
 from .manifold import manifold_of, step_on_manifold
+from .observing import NOTHING, Observing, own
 from .options import DEFAULTS, Nonfinite, PolarSchedule, Preset, Rounding
 from .ownership import (
     MODES,
@@ -39,13 +38,15 @@ from .ownership import (
     choose_ownership,
     unreadable,
 )
-from .roots import RootBackend, resolve_roots
+from .refusals import interrupted, refuse_in_a_graph, refuse_parameter, refuse_sparse
+from .roots import RootBackend
 from .rule.update import Rule
-from .step import Work, advance, deliver, group_gain, plan
+from .step import advance, deliver, group_gain
 from .store.layout import compute_dtype
 from .store.registry import StackRegistry
 from .store.schema import counted, holds_state, saved
 from .telemetry import Telemetry, gather_telemetry
+from .work import Work, plan
 
 __all__ = ["ResidualPolarTransport"]
 
@@ -152,9 +153,9 @@ class ResidualPolarTransport(Optimizer):
         arguments = locals()
         options.refuse_adamw_keywords(arguments)
         defaults = options.preset_options(preset) | options.given(arguments)
-        self._custom_roots: dict[str, RootBackend] = {}
+        self._groups = Groups({})
         defaults = options.validated(defaults, "defaults")
-        defaults["roots"] = self._name_roots(defaults["roots"])
+        defaults["roots"] = self._groups.name_roots(defaults["roots"])
         self.observer_settings = ObserverSettings(
             dim=observer_dim, ridge=observer_ridge, center=observer_center, null=observer_null
         )
@@ -172,10 +173,7 @@ class ResidualPolarTransport(Optimizer):
         global _update_untraced
         if _update_untraced is None:
             _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
-        self._stage = ObservationStage(self.observer_settings)
-        # Whether anything may be staged.
-        self._observed = False
-        self._attachment: Attachment | None = None
+        self._observing = Observing(self.observer_settings)
         self._names: dict[int, str] = {}
         self._registry = StackRegistry()
         self._ownership: Ownership | None = None
@@ -204,7 +202,7 @@ class ResidualPolarTransport(Optimizer):
             options.refuse_adamw_keywords(param_group)
             options.warn_of_misspelt_keys(param_group, where)
             options.complete_group(param_group, self.defaults)
-            param_group |= self._validated(param_group, where)
+            param_group |= self._groups.validated(param_group, where)
             options.agree_on_capturable([*self.param_groups, param_group])
             # A number of the host's own, whatever the default device.
             param_group.setdefault("gain", torch.ones((), dtype=torch.float64, device="cpu"))
@@ -212,44 +210,8 @@ class ResidualPolarTransport(Optimizer):
         self._grown = True
         self._settled = False
 
-    def _validated(self, group: dict[str, Any], where: str) -> dict[str, Any]:
-        """A group's options, checked, as plain values and text."""
-        roots = group["roots"]
-        if isinstance(roots, str):
-            roots = self._custom_roots.get(roots, roots)
-        plain = options.validated(group | {"roots": roots}, where)
-        options.refuse_uncapturable(plain, resolve_roots(roots), where)
-        return plain | {"roots": self._name_roots(roots)}
-
-    def _name_roots(self, roots: str | RootBackend) -> str:
-        """The backend as text, so that groups and checkpoints hold plain values only."""
-        if isinstance(roots, str):
-            return roots
-        for name, known in self._custom_roots.items():
-            if known is roots:
-                return name
-        text = roots.describe()
-        try:
-            if resolve_roots(text) == roots:
-                return text
-        except ValueError:
-            pass
-        name, count = text, 1
-        while self._custom_roots.setdefault(name, roots) is not roots:
-            count += 1
-            name = f"{text}#{count}"
-        return name
-
     def _backend(self, name: str) -> RootBackend:
-        if name in self._custom_roots:
-            return self._custom_roots[name]
-        try:
-            return resolve_roots(name)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}. If it is a backend of your own, build the optimizer with that instance as "
-                "roots= before loading"
-            ) from error
+        return self._groups.backend(name)
 
     def parameter_name(self, group_index: int, index: int) -> str:
         """How messages call a parameter: by its name where one is known, else by group and shape."""
@@ -258,6 +220,9 @@ class ResidualPolarTransport(Optimizer):
         shape, names = tuple(parameter.shape), group.get("param_names")
         name = names[index] if names else self._names.get(id(parameter))
         return f"{name} {shape}" if name else f"parameter {index} of group {group_index} {shape}"
+
+    def _all(self) -> list[Tensor]:
+        return [p for *_, p in self._parameters()]
 
     def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
         for g, group in enumerate(self.param_groups):
@@ -305,10 +270,14 @@ class ResidualPolarTransport(Optimizer):
                 with torch.autocast(kind, enabled=False):
                     return self._update()
         ranks, capturable = self._ranks(), self.param_groups[0]["capturable"]
-        recorded = self._blind or (capturable and stepping.is_recording())
+        recorded = self._blind or (capturable and working.is_recording())
         if capturable:
-            self._refuse_what_no_graph_can_do(ranks, live, recorded)
-        observed = self._commit()
+            alone, attached = (
+                isinstance(ranks, SingleProcess),
+                self._observing.attachment is not None,
+            )
+            refuse_in_a_graph(live, self.param_groups, alone=alone, attached=attached and recorded)
+        observed = self._observing.commit() if self._observing.anything else NOTHING
         if recorded:
             agreed = Agreement(live, [], observed)
         else:
@@ -319,7 +288,7 @@ class ResidualPolarTransport(Optimizer):
                 self._settled &= all(id(p) in self._known for _, p, _ in agreed.live)
             live, peaks = self._finite(agreed.live, agreed.peaks)
             agreed = Agreement(live, peaks, agreed.observed)
-        self._stage.last_counts = agreed.observed.counts
+        self._observing.stage.last_counts = agreed.observed.counts
         curved: list[Live] = []
         if not self._settled or self._curved:
             agreed, curved = self._settle(agreed, ranks)
@@ -334,8 +303,8 @@ class ResidualPolarTransport(Optimizer):
         # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
         # led to: nothing was to be observed.
         made_up = bool(agreed.peaks) and not any(agreed.peaks)
-        if self._attachment is not None and not made_up:
-            self._attachment.after_step(
+        if self._observing.attachment is not None and not made_up:
+            self._observing.attachment.after_step(
                 {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
             )
 
@@ -356,7 +325,7 @@ class ResidualPolarTransport(Optimizer):
             ):
                 continue
             options.agree_on_capturable(groups)
-            group |= self._validated(group, f"parameter group {g}")
+            group |= self._groups.validated(group, f"parameter group {g}")
             parameters = list(map(id, group["params"]))
             looked = _Group(_options_of(group), parameters, options.group_rule(group))
             self._looked_at[g : g + 1] = [looked]
@@ -376,10 +345,7 @@ class ResidualPolarTransport(Optimizer):
                 if gradient is None or not parameter.numel():
                     continue
                 if gradient.layout is not strided:
-                    raise RuntimeError(
-                        f"{self._name(parameter)} has a sparse gradient, which RPT cannot use: build "
-                        "its layer with sparse=False, or give it to torch.optim.SparseAdam"
-                    )
+                    refuse_sparse(parameter, self._name)
                 device = parameter.device
                 kinds.add(device.type)
                 was = known.get(id(parameter))
@@ -388,29 +354,12 @@ class ResidualPolarTransport(Optimizer):
                     or was.facts != (g, parameter.shape, parameter.dtype, device)
                     or was.record is not state.get(parameter)
                 ):
-                    self._refuse(parameter)
+                    refuse_parameter(parameter, self._name)
                     self._settled = False
                 live.append((g, parameter, gradient))
         if not self._settled:
             self._blind = any(unreadable(parameter) for _, parameter, _ in live)
         return live, kinds
-
-    def _refuse(self, parameter: Tensor) -> None:
-        """Refuse parameters that no step of ours can update."""
-        if parameter.is_complex():
-            raise RuntimeError(
-                f"{self._name(parameter)} is complex, which RPT cannot update: store "
-                "torch.view_as_real of it as the parameter"
-            )
-        # What wraps other tensors: DTensor is known, anything else may mean anything by an entry.
-        if hasattr(parameter, "__tensor_flatten__") and not (
-            hasattr(parameter, "full_tensor") or unreadable(parameter)
-        ):
-            raise RuntimeError(
-                f"{self._name(parameter)} is a {type(parameter.data).__name__}, a tensor subclass that "
-                "wraps other tensors: RPT needs the whole matrix as one plain tensor; give it to "
-                "torch.optim.AdamW"
-            )
 
     def _settle(self, agreed: Agreement, ranks: Ownership) -> tuple[Agreement, list[Live]]:
         """Give all that take part a place; what lives on a manifold comes back apart."""
@@ -466,7 +415,10 @@ class ResidualPolarTransport(Optimizer):
                 except Exception as error:
                     ranks.fail(error)
                     self._settled = False  # what was opened may be half done
-                    raise self._interrupted(error, batch, done) from error
+                    finished = {id(work) for work in done}
+                    broken = [p for w in batch if id(w) not in finished for p in w.parameters]
+                    updated = [p for w in done for p in w.parameters]
+                    raise interrupted(error, broken, updated, self._name) from error
         return list(ranks.finish(outcomes)), tried
 
     def _plan(self, portion: list[Live], recorded: bool) -> list[Work]:
@@ -490,32 +442,6 @@ class ResidualPolarTransport(Optimizer):
             self._warn_of_flat_parameters()
             return ownership
         return self._ownership
-
-    def _refuse_what_no_graph_can_do(
-        self, ranks: Ownership, live: list[Live], recorded: bool
-    ) -> None:
-        if not isinstance(ranks, SingleProcess):
-            raise RuntimeError(
-                "capturable=True works in a single process: ranks that share the work agree on the "
-                'host. Leave capturable out, or pass ownership="local" if every rank trains on its own'
-            )
-        for g, parameter, _ in live:
-            if manifold_of(parameter) is not None:
-                raise RuntimeError(
-                    "capturable=True cannot update parameters on a manifold: give them to an optimizer "
-                    "of their own"
-                )
-            rate, device = self.param_groups[g]["lr"], parameter.device
-            if isinstance(rate, Tensor) and rate.device != device:
-                raise RuntimeError(
-                    f"capturable=True needs lr on the parameters' device: it is on {rate.device}, they "
-                    f"are on {device}; pass lr=torch.tensor(lr, device={str(device)!r})"
-                )
-        if self._attachment is not None and recorded:
-            raise RuntimeError(
-                "an attached model measures ranks by decomposition, which a CUDA graph cannot record: "
-                "call remove_observers() before recording; polar weights keep their values"
-            )
 
     def _finite(self, live: list[Live], peaks: list[float]) -> tuple[list[Live], list[float]]:
         """Leave out parameters whose gradient is not finite, or raise, as their group says.
@@ -578,18 +504,6 @@ class ResidualPolarTransport(Optimizer):
                 "(use_orig_params=True in FSDP1, or fully_shard)",
             )
 
-    def _interrupted(self, error: Exception, batch: list[Work], done: list[Work]) -> Exception:
-        def listed(works: list[Work]) -> str:
-            return ", ".join(self._name(p) for work in works for p in work.parameters) or "none"
-
-        finished = [id(work) for work in done]
-        broken = [work for work in batch if id(work) not in finished]
-        return RuntimeError(
-            f"step() failed in the stack of {listed(broken)}: {type(error).__name__}: {error}. "
-            f"Already updated: {listed(done)}. Of the failed stack no weight was changed, but its "
-            "moments may already hold this gradient; every other parameter and its state are as before"
-        )
-
     def _name(self, parameter: Tensor) -> str:
         return next(self.parameter_name(g, i) for g, i, p in self._parameters() if p is parameter)
 
@@ -626,20 +540,17 @@ class ResidualPolarTransport(Optimizer):
         Returns:
             The names of the observed modules.
         """
-        self.remove_observers()
-        self._attachment = attach(
+        names = self._observing.attach(
             model,
-            [p for *_, p in self._parameters()],
-            self._stage,
+            self._all(),
             module_filter=module_filter,
             strategy=strategy,
             observe_every=self._observe_every if observe_every is None else observe_every,
             sites=sites,
         )
-        self._observed = True
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._restore_observation_ages()
-        return [name for name, *_ in self._attachment.sites]
+        self._observing.restore_ages(self.state)
+        return names
 
     @contextmanager
     def observing(self: Self, model: nn.Module, **options: Any) -> Iterator[Self]:
@@ -666,72 +577,26 @@ class ResidualPolarTransport(Optimizer):
         Returns:
             The normalised entropy rank, 0-d.
         """
-        self._observed = True
-        explicit = ExplicitObserver(self._stage)
-        return explicit.observe(activations, residuals, self._own(parameters))
+        return self._observing.measure(activations, residuals, own(parameters, self._all))
 
     def set_residual_entropy_rank(
         self, rank: float | Tensor, parameters: Tensor | Iterable[Tensor] | None = None
     ) -> None:
         """Queue a known entropy rank in [0, 1] for the next step; parameters as above."""
-        self._observed = True
-        for parameter in self._own(parameters) or [None]:
-            self._stage.add_rank(rank, parameter)
+        self._observing.queue(rank, own(parameters, self._all))
 
     def clear_observations(self) -> None:
         """Drop everything observed since the last step."""
-        self._stage.clear()
-        if self._attachment is not None:
-            self._attachment.clear()
+        self._observing.clear()
 
     def remove_observers(self) -> None:
         """Detach from the model; polar weights keep their values."""
-        if self._attachment is not None:
-            self._attachment.detach()
-            self._attachment = None
+        self._observing.detach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop observations of the backward passes they came from."""
         self.clear_observations()
         super().zero_grad(set_to_none)
-
-    def _commit(self) -> Committed:
-        """What was observed since the last step."""
-        if not self._observed:
-            return _NOTHING
-        # What is staged by hand outlives its observer.
-        self._observed = self._attachment is not None
-        return self._stage.commit()
-
-    def _note_observation_ages(self) -> None:
-        """Write the observers' cadence into the state, so that a resumed run measures when this would."""
-        if self._attachment is not None:
-            for parameter, age in self._attachment.ages().items():
-                if "step" in self.state.get(parameter, {}):
-                    self.state[parameter]["observation_age"] = age
-
-    def _restore_observation_ages(self) -> None:
-        if self._attachment is not None:
-            ages = {
-                p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")
-            }
-            self._attachment.restore_ages(ages)
-
-    def _own(self, parameters: Tensor | Iterable[Tensor] | None) -> list[Any] | None:
-        """The chosen parameters as a list, each checked to belong to this optimizer."""
-        if parameters is None:
-            return None
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owned = {id(p) for *_, p in self._parameters()}
-        for parameter in chosen:
-            if id(parameter) not in owned:
-                raise ValueError(
-                    f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer: "
-                    "pass the module's own weight"
-                )
-        if not chosen:
-            raise ValueError("parameters is empty: pass None to reach every matrix")
-        return chosen
 
     # -- telemetry and checkpoints ------------------------------------------------------------------
 
@@ -740,11 +605,11 @@ class ResidualPolarTransport(Optimizer):
         return gather_telemetry(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._note_observation_ages()
+        self._observing.note_ages(self.state)
         state = super().__getstate__()
         return state | {
             "state": defaultdict(dict, {p: saved(record) for p, record in self.state.items()}),
-            "_custom_roots": self._custom_roots,
+            "_custom_roots": self._groups.custom,
             "observer_settings": self.observer_settings,
             "_observe_every": self._observe_every,
             "_mode": self._mode if isinstance(self._mode, str) else "auto",
@@ -752,7 +617,8 @@ class ResidualPolarTransport(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "_stage"):
+        if not hasattr(self, "_groups"):
+            self._groups = Groups(self.__dict__.pop("_custom_roots"))
             self._begin()
         self._forget()
 
@@ -762,7 +628,7 @@ class ResidualPolarTransport(Optimizer):
         Where ranks share the work this is a collective: call it on every rank, also if only one of
         them writes the file.
         """
-        self._note_observation_ages()
+        self._observing.note_ages(self.state)
         if not self.state:
             return super().state_dict()
         own = self.state
@@ -797,10 +663,9 @@ class ResidualPolarTransport(Optimizer):
         for parameter, record in self.state.items():
             if holds_state(record):
                 record |= counted(record, compute_dtype(parameter))
-        self._restore_observation_ages()
+        self._observing.restore_ages(self.state)
 
 
-_NOTHING = Committed({}, None, {})
 ResidualPolarTransport.__doc__ = (ResidualPolarTransport.__doc__ or "").replace(
     "{options}", options.options_text()
 )

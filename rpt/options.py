@@ -130,14 +130,11 @@ def _betas(name: str, value: Any) -> tuple[float, float]:
     return float(value[0]), float(value[1])
 
 
-def _whole(low: int, high: float = math.inf) -> Check:
-    def check(name: str, value: Any) -> int:
-        value = _plain(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"{name}={value!r} must be a positive whole number")
-        return value
-
-    return check
+def _positive(name: str, value: Any) -> int:
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive whole number")
+    return value
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -170,168 +167,77 @@ def _roots(name: str, value: Any) -> str | RootBackend:
 
 # The published values are the RPT guide's or its specification's. What each default was chosen from is
 # in docs/defaults.md.
+# fmt: off
 OPTIONS: tuple[Option, ...] = (
     # A script that leaves AdamW's rate and decay alone gets AdamW's own defaults.
     Option("lr", 1e-3, 3e-3, _rate, "learning rate, a number or a one-element tensor."),
     # β2 0.95: the value of the measurements that update_rms and polar_prior come from.
-    Option(
-        "betas", (0.9, 0.95), (0.9, 0.999), _betas, "decay of the momentum and of the covariance."
-    ),
+    Option("betas", (0.9, 0.95), (0.9, 0.999), _betas, "decay of the momentum and of the covariance."),
     # An absolute floor would make tiny gradients behave differently from large ones.
     Option("eps", 0.0, 1e-8, _number(), "absolute floor, in units of the gradient."),
     Option("weight_decay", 1e-2, 1e-4, _number(), "decoupled, as in AdamW."),
     # A step is as long as AdamW's would be, by the law that AdamW's own length follows, and never more
-    # than a share of the matrix: that is what lets its rate carry over (docs/defaults.md).
-    Option(
-        "update_rms",
-        1.2,
-        None,
-        _number(above=True, optional=True),
-        "root mean square that an update gets before the learning rate where successive requests are "
-        "noise; None leaves every update its own length.",
-    ),
-    Option(
-        "signal_length",
-        True,
-        False,
-        _flag,
-        "whether that length follows the signal: longer where requests agree, shorter where they "
-        "oppose each other, as AdamW's does (off: one fixed length).",
-    ),
-    Option(
-        "thin_as_vector",
-        True,
-        False,
-        _flag,
-        "whether a matrix of one row or one column is stepped as a vector.",
-    ),
-    Option(
-        "max_relative_step",
-        0.07,
-        None,
-        _number(above=True, optional=True),
-        "the largest share of its own root mean square by which one step may change a matrix, None "
-        "for no bound.",
-    ),
+    # than a share of the matrix: that is what lets its rate carry over.
+    Option("update_rms", 1.2, None, _number(above=True, optional=True),
+           "root mean square that an update gets before the learning rate where successive requests are "
+           "noise; None leaves every update its own length."),
+    Option("signal_length", True, False, _flag,
+           "whether that length follows the signal: longer where requests agree, shorter where they "
+           "oppose each other, as AdamW's does (off: one fixed length)."),
+    Option("thin_as_vector", True, False, _flag,
+           "whether a matrix of one row or one column is stepped as a vector."),
+    Option("max_relative_step", 0.07, None, _number(above=True, optional=True),
+           "the largest share of its own root mean square by which one step may change a matrix, None "
+           "for no bound."),
     # At weight 0 the battery's GPT ends 23 % higher, operator_1d at twice the loss.
-    Option(
-        "polar_prior",
-        1.0,
-        0.0,
-        _number(0.0, 1.0, closed=True),
-        "polar weight of a matrix that no observation has reached.",
-    ),
-    Option(
-        "polar_beta", 0.9, 0.9, _number(0.0, 1.0), "smoothing of the polar weight while it rises."
-    ),
-    Option(
-        "polar_release_beta",
-        None,
-        None,
-        _number(0.0, 1.0, optional=True),
-        "smoothing while it falls; None means `polar_beta`.",
-    ),
+    Option("polar_prior", 1.0, 0.0, _number(0.0, 1.0, closed=True),
+           "polar weight of a matrix that no observation has reached."),
+    Option("polar_beta", 0.9, 0.9, _number(0.0, 1.0), "smoothing of the polar weight while it rises."),
+    Option("polar_release_beta", None, None, _number(0.0, 1.0, optional=True),
+           "smoothing while it falls; None means `polar_beta`."),
     # A whitened request is nearly flat: three steps from a tight bound do what five do from ‖u‖_F.
-    Option("polar_steps", 3, 5, _whole(1), "Newton–Schulz steps of the polar factor."),
-    Option(
-        "polar_schedule",
-        "tight",
-        "quintic",
-        _choice(PolarSchedule),
-        'their coefficients and start: "quintic" (Muon\'s, published) or "tight".',
-    ),
-    Option(
-        "matrix_ridge",
-        1e-4,
-        1e-4,
-        _number(),
-        "smallest eigenvalue of a covariance that counts, relative to the mean one.",
-    ),
-    Option(
-        "roots",
-        "auto",
-        "full(drift_from='exact')",
-        _roots,
-        'the metric: "auto", "full", "blocked", "low_rank", "none", or a `RootBackend` instance.',
-    ),
+    Option("polar_steps", 3, 5, _positive, "Newton–Schulz steps of the polar factor."),
+    Option("polar_schedule", "tight", "quintic", _choice(PolarSchedule),
+           'their coefficients and start: "quintic" (Muon\'s, published) or "tight".'),
+    Option("matrix_ridge", 1e-4, 1e-4, _number(),
+           "smallest eigenvalue of a covariance that counts, relative to the mean one."),
+    Option("roots", "auto", "full(drift_from='exact')", _roots,
+           'the metric: "auto", "full", "blocked", "low_rank", "none", or a `RootBackend` instance.'),
     # Age alone decides: no drift to measure, nothing for the host to wait for.
-    Option(
-        "root_drift_threshold",
-        None,
-        0.05,
-        _number(optional=True),
-        "relative change of a covariance at which its root is recomputed; None: age alone decides.",
-    ),
-    Option(
-        "max_root_staleness", 50, 10, _whole(1), "steps after which it is recomputed in any case."
-    ),
+    Option("root_drift_threshold", None, 0.05, _number(optional=True),
+           "relative change of a covariance at which its root is recomputed; None: age alone decides."),
+    Option("max_root_staleness", 50, 10, _positive,
+           "steps after which it is recomputed in any case."),
     # A hidden schedule on top of the user's is no drop-in.
-    Option(
-        "gain_rate", 0.0, 0.02, _number(), "rate of the coherence-controlled gain; 0 turns it off."
-    ),
+    Option("gain_rate", 0.0, 0.02, _number(),
+           "rate of the coherence-controlled gain; 0 turns it off."),
     Option("min_gain", 0.25, 0.25, _number(above=True), "its lower bound."),
     Option("max_gain", 4.0, 4.0, _number(above=True), "its upper bound."),
-    Option(
-        "target_coherence",
-        0.0,
-        0.0,
-        _number(-1.0, 1.0, closed=True),
-        "the frame coherence at which it stands still.",
-    ),
-    Option(
-        "transport_eps",
-        1e-7,
-        1e-7,
-        _number(above=True),
-        "length below which a request counts as zero.",
-    ),
-    Option(
-        "transport",
-        True,
-        True,
-        _flag,
-        "whether momentum is rotated into the live frame (off only for ablations).",
-    ),
-    Option(
-        "closure", True, True, _flag, "whether the axial lag is closed (off only for ablations)."
-    ),
-    Option(
-        "stacked",
-        False,
-        False,
-        _flag,
-        "whether a parameter of three or more dimensions is a stack of matrices, its last two "
-        "dimensions, as experts are: each matrix then steps as a parameter of its own would. By "
-        "default such a parameter is one matrix, all dimensions after the first its columns.",
-    ),
+    Option("target_coherence", 0.0, 0.0, _number(-1.0, 1.0, closed=True),
+           "the frame coherence at which it stands still."),
+    Option("transport_eps", 1e-7, 1e-7, _number(above=True),
+           "length below which a request counts as zero."),
+    Option("transport", True, True, _flag,
+           "whether momentum is rotated into the live frame (off only for ablations)."),
+    Option("closure", True, True, _flag, "whether the axial lag is closed (off only for ablations)."),
+    Option("stacked", False, False, _flag,
+           "whether a parameter of three or more dimensions is a stack of matrices, its last two "
+           "dimensions, as experts are: each matrix then steps as a parameter of its own would. By "
+           "default such a parameter is one matrix, all dimensions after the first its columns."),
     Option("maximize", False, False, _flag, "ascend instead."),
-    Option(
-        "capturable",
-        False,
-        False,
-        _flag,
-        "keep every counter on the device, so that a CUDA graph can record a step: while one is "
-        "recorded nothing waits for the host, roots come from matrix products, and a fixed number of "
-        "them is made anew in each step; outside of a recording it changes nothing. The same in all "
-        "groups; see docs/speed.md.",
-    ),
-    Option(
-        "nonfinite",
-        "skip",
-        "skip",
-        _choice(Nonfinite),
-        '"skip" leaves a parameter with a non-finite gradient untouched, with one warning and a '
-        'telemetry count; "raise" raises before anything changes.',
-    ),
-    Option(
-        "rounding",
-        "nearest",
-        "nearest",
-        _choice(Rounding),
-        'how a bfloat16 weight is rounded after its step in float32: to "nearest", or "stochastic", '
-        "which keeps on average what is smaller than the spacing of its numbers.",
-    ),
+    Option("capturable", False, False, _flag,
+           "keep every counter on the device, so that a CUDA graph can record a step: while one is "
+           "recorded nothing waits for the host, roots come from matrix products, and a fixed number of "
+           "them is made anew in each step; outside of a recording it changes nothing. The same in all "
+           "groups; see docs/speed.md."),
+    Option("nonfinite", "skip", "skip", _choice(Nonfinite),
+           '"skip" leaves a parameter with a non-finite gradient untouched, with one warning and a '
+           'telemetry count; "raise" raises before anything changes.'),
+    Option("rounding", "nearest", "nearest", _choice(Rounding),
+           'how a bfloat16 weight is rounded after its step in float32: to "nearest", or "stochastic", '
+           "which keeps on average what is smaller than the spacing of its numbers."),
 )
+# fmt: on
 
 NAMES = tuple(option.name for option in OPTIONS)
 _BY_NAME = {option.name: option for option in OPTIONS}

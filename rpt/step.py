@@ -9,8 +9,7 @@ every step issues the same operations on the same memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,160 +20,12 @@ from .apply import largest_entries, step_size, weight_norms
 from .ownership import Live, Outcome, Ownership, StepSize
 from .rule.length import next_gain, relative_limit
 from .rule.scalars import Scalars, numbers_of
-from .rule.schedule import OUTGROWN, divisor, most_overdue, next_unit, overdue, share_of_age
-from .rule.update import Facts, Rows, Rule, Step, drift, measure, take_step, update_polar_weight
-from .store.schema import COUNTERS, METRIC, VALUES, WHO
-from .store.stack import Index, Seat, Stack
+from .rule.schedule import OUTGROWN, divisor, most_overdue, next_unit, overdue
+from .rule.update import Facts, drift, measure, take_step, update_polar_weight
+from .store.schema import METRIC, WHO
+from .work import Work
 
-__all__ = ["Work", "advance", "deliver", "group_gain", "is_recording", "plan"]
-
-
-def is_recording() -> bool:
-    """Whether a CUDA graph is being recorded: the host must not wait for a value."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-@dataclass
-class Work:
-    """One stack's part of a step; kept from step to step while the same parameters take part.
-
-    Attributes:
-        stack: the stack.
-        seats: the members that take part, in the order of their rows.
-        parameters: theirs.
-        order: where each one's gradient is among those given.
-        group: their parameter group, and its index.
-        rule: its numbers.
-        recorded: whether decisions are made by tensors.
-        index: their rows, None for all of the stack's.
-        lead: whether any is a stack of matrices or vectors of its own.
-        alike: whether all have one shape, and rows hold them without padding.
-    """
-
-    stack: Stack
-    seats: list[Seat]
-    parameters: list[Tensor]
-    order: list[int]
-    group: dict[str, Any]
-    group_index: int
-    rule: Rule
-    recorded: bool
-    index: Index | None
-    lead: bool
-    alike: bool
-    # The stack's tensors, or copies of some rows; what of them the rule works on; the counters, which
-    # are arrays where the host decides.
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    rows: Rows | None = None
-    counts: dict[str, Scalars] = field(default_factory=dict)
-    extents: Scalars = None
-    shares: Scalars = None
-    own: bool = False
-    # Of the step at hand.
-    gradients: list[Tensor] = field(default_factory=list)
-    gradient: Tensor | None = None
-    facts: Facts | None = None
-    due: Scalars = None
-    changed: Tensor | None = None
-    finite: Tensor | None = None
-    before: dict[str, Tensor] = field(default_factory=dict)
-    step: Step | None = None
-    failed: Tensor | None = None
-
-    def open(self) -> Rows:
-        """What the rule works on."""
-        if self.rows is not None and self.own:
-            return self.rows
-        stack, index = self.stack, self.index
-        tensors = self.tensors = stack.select(index)
-        numbers = numbers_of(stack.dtype, not self.recorded and stack.on_host)
-        self.counts = {
-            name: tensors[name] if self.recorded else tensors[name].cpu().numpy()
-            for name in COUNTERS
-            if name in tensors
-        }
-        # Copies are returned after the step.
-        self.own = index is None and (self.recorded or tensors["step"].device.type == "cpu")
-        sizes, extents, shapes = stack.sizes, stack.extents[: stack.matrices], stack.true_shapes
-        if index is not None:
-            sizes, extents = sizes[index.all], extents[index.matrix.to(extents.device)]
-            shapes = None if shapes is None else shapes[index.matrix]
-        deciding = numbers_of(stack.dtype, not self.recorded)
-        self.extents = extents if self.recorded else extents.cpu().numpy()
-        self.shares = share_of_age(self.extents, deciding)
-        self.rows = Rows(
-            momentum=tensors["momentum"],
-            frame=tensors["frame"],
-            metric={k[len(METRIC) :]: v for k, v in tensors.items() if k.startswith(METRIC)},
-            values={name: numbers.read(tensors[name]) for name in VALUES if name in tensors},
-            sizes=numbers.read(sizes),
-            layout=stack.layout,
-            matrices=len(extents),
-            shapes=shapes,
-            backend=stack.backend,
-            numbers=numbers,
-        )
-        return self.rows
-
-    def close(self) -> None:
-        """Return copies to the stack, and let go of the step's gradients."""
-        if not self.own:
-            stack = self.stack
-            if not self.recorded:
-                for name, value in self.counts.items():
-                    self.tensors[name].copy_(torch.from_numpy(value))
-            if self.index is not None:
-                stack.write_back(self.tensors, self.index)
-            self.rows = None
-            self.tensors, self.counts = {}, {}
-        self.gradients, self.gradient, self.step, self.finite = [], None, None, None
-        self.before = {}
-
-    def tried(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, whether it failed) of the roots that were due in the step just taken."""
-        assert self.facts is not None
-        assert self.facts.due is not None
-        assert self.failed is not None
-        owners = [s.parameter for s in self.seats for _ in range(s.form.pieces)]
-        rows, failed = self.facts.due.tolist(), self.failed.cpu()
-        return [(owners[row], bad) for row, bad in zip(rows, failed, strict=True)]
-
-
-def plan(
-    live: Sequence[Live],
-    groups: Sequence[dict[str, Any]],
-    rules: Sequence[Rule],
-    home: Callable[[Tensor], tuple[Stack, Seat]],
-    recorded: bool,
-) -> list[Work]:
-    """Sort parameters into the stacks that `home(parameter)` names."""
-    found: dict[int, list[tuple[int, Seat]]] = {}
-    stacks: dict[int, tuple[Stack, int]] = {}
-    for i, (g, parameter, _) in enumerate(live):
-        stack, seat = home(parameter)
-        stacks.setdefault(id(stack), (stack, g))
-        found.setdefault(id(stack), []).append((i, seat))
-    works = []
-    for key, members in found.items():
-        stack, g = stacks[key]
-        members.sort(key=lambda member: member[1].start)
-        seats = [seat for _, seat in members]
-        works.append(
-            Work(
-                stack,
-                seats,
-                [seat.parameter for seat in seats],
-                [i for i, _ in members],
-                groups[g],
-                g,
-                rules[g],
-                recorded,
-                stack.index(seats),
-                lead := any(seat.form.lead for seat in seats),
-                not (stack.ragged or lead) and len({s.parameter.shape for s in seats}) == 1,
-            )
-        )
-    return works
+__all__ = ["advance", "deliver", "group_gain"]
 
 
 def advance(
@@ -223,7 +74,8 @@ def _begin(
     global_rank: Tensor | None,
 ) -> None:
     """Count and measure the gradients, and decide whose roots are due, except by their drift."""
-    rows, rule, counts, recorded = work.open(), work.rule, work.counts, work.recorded
+    rows = work.rows or work.open()
+    rule, counts, recorded = work.rule, work.counts, work.recorded
     wide = work.stack.dtype == torch.float64
     deciding = numbers_of(work.stack.dtype, not recorded)
     work.gradients = [live[i][2] for i in work.order]
@@ -430,7 +282,9 @@ def deliver(work: Work, ownership: Ownership) -> Outcome:
         work.counts["step"] += 1
     else:
         _keep_what_is_not_finite(work, finite)
-    work.close()
+    work.gradients, work.gradient, work.step, work.finite = [], None, None, None
+    if not work.own:
+        work.close()
     return Outcome(work.group_index, parameters, step.coherence, compared)
 
 

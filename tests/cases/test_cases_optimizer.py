@@ -983,7 +983,7 @@ def test_a_forward_without_backward_leaks_nothing():
         del x, out
     gc.collect()
     assert all(ref() is None for ref in alive)
-    assert len(optimizer._stage) == 0
+    assert len(optimizer._observing.stage) == 0
 
 
 def test_inf_never_reaches_a_decomposition():

@@ -244,7 +244,7 @@ def _accumulated(names):
                 net.set_requires_gradient_sync(last)
             x, y = x.chunk(size)[rank], y.chunk(size)[rank]
             ((net(x) - y).square().mean() / 2).backward()
-            staged.append(len(optimizer._stage))
+            staged.append(len(optimizer._observing.stage))
             if n == 3:
                 # As after a loss scale's overflow: no step, and gradients cleared by the model.
                 net.zero_grad()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rpt import ResidualPolarTransport
-from rpt import step as stepping
+from rpt import work as working
 from rpt.rule.scalars import numbers_of
 from rpt.rule.schedule import divisor, most_overdue, next_unit, overdue
 
@@ -29,7 +29,7 @@ SHAPES = ((96, 80), (96, 80), (80, 96), (12, 5), (7, 3, 3, 3), (40,), (5,), ())
 @pytest.fixture
 def record(monkeypatch):
     """Makes steps the ones that a CUDA graph would record, from `record()` on."""
-    return lambda: monkeypatch.setattr(stepping, "is_recording", lambda: True)
+    return lambda: monkeypatch.setattr(working, "is_recording", lambda: True)
 
 
 def model(dtype=torch.float32, device="cpu"):

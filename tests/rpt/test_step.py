@@ -69,7 +69,12 @@ def test_different_sets_of_gradients_keep_their_places():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"preset": "paper"}, {"capturable": True, "gain_rate": 0.1}, {"eps": 1e-6, "stacked": True}],
+    [
+        {},
+        {"preset": "paper"},
+        {"capturable": True, "gain_rate": 0.1},
+        {"eps": 1e-6, "stacked": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,0 +1,100 @@
+"""What an optimizer has to do with observation; the statistics themselves are `rpt.observers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from rpt.observers.attach import Attachment, attach
+from rpt.observers.explicit import ExplicitObserver
+from rpt.observers.rank import ObserverSettings
+from rpt.observers.staging import Committed, ObservationStage
+
+__all__ = ["NOTHING", "Observing"]
+
+NOTHING = Committed({}, None, {})
+
+
+class Observing:
+    """A stage of observations, and perhaps an attached model.
+
+    Attributes:
+        stage: where observations wait.
+        attachment: the model under observation.
+        anything: whether anything may be staged.
+    """
+
+    def __init__(self, settings: ObserverSettings) -> None:
+        self.stage = ObservationStage(settings)
+        self.attachment: Attachment | None = None
+        self.anything = False
+
+    def attach(self, model: nn.Module, parameters: Sequence[Tensor], **options: Any) -> list[str]:
+        """Observe a model in place of an earlier one; the names of the observed modules."""
+        self.detach()
+        self.attachment = attach(model, parameters, self.stage, **options)
+        self.anything = True
+        return [name for name, *_ in self.attachment.sites]
+
+    def detach(self) -> None:
+        """Leave the model; what is staged stays."""
+        if self.attachment is not None:
+            self.attachment.detach()
+            self.attachment = None
+
+    def measure(self, activations: Tensor, residuals: Tensor, chosen: list[Any] | None) -> Tensor:
+        """Queue one observation by hand; its rank."""
+        self.anything = True
+        return ExplicitObserver(self.stage).observe(activations, residuals, chosen)
+
+    def queue(self, rank: float | Tensor, chosen: list[Any] | None) -> None:
+        """Queue a known rank."""
+        self.anything = True
+        for parameter in chosen or [None]:
+            self.stage.add_rank(rank, parameter)
+
+    def clear(self) -> None:
+        """Drop everything observed since the last step."""
+        self.stage.clear()
+        if self.attachment is not None:
+            self.attachment.clear()
+
+    def commit(self) -> Committed:
+        """What was observed since the last step."""
+        # What is staged by hand outlives its observer.
+        self.anything = self.attachment is not None
+        return self.stage.commit()
+
+    def note_ages(self, state: Mapping[Tensor, Any]) -> None:
+        """Write the cadence into the state, so that a resumed run measures when this would."""
+        if self.attachment is not None:
+            for parameter, age in self.attachment.ages().items():
+                if "step" in state.get(parameter, {}):
+                    state[parameter]["observation_age"] = age
+
+    def restore_ages(self, state: Mapping[Tensor, Any]) -> None:
+        """Continue the cadence of a checkpoint."""
+        if self.attachment is not None:
+            ages = {p: r["observation_age"] for p, r in state.items() if r.get("observation_age")}
+            self.attachment.restore_ages(ages)
+
+
+def own(
+    parameters: Tensor | Iterable[Tensor] | None, all_of_them: Callable[[], Iterable[Tensor]]
+) -> list[Any] | None:
+    """The chosen parameters as a list, each checked to be one of the optimizer's."""
+    if parameters is None:
+        return None
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    owned = {id(p) for p in all_of_them()}
+    for parameter in chosen:
+        if id(parameter) not in owned:
+            raise ValueError(
+                f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer: pass "
+                "the module's own weight"
+            )
+    if not chosen:
+        raise ValueError("parameters is empty: pass None to reach every matrix")
+    return chosen
