@@ -272,6 +272,11 @@ class _Default:
     def __repr__(self) -> str:
         return repr(self.value)
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == (other.value if isinstance(other, _Default) else other))
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 # The signature's.
 DEFAULTS: dict[str, Any] = {option.name: _Default(option.drop_in) for option in OPTIONS}

@@ -10,7 +10,9 @@ Modes (`ResidualPolarTransport(..., ownership=...)`):
 Loaded only when a process group exists and several ranks take part.
 """
 
-from .plan import CostModel, Item, Plan, make_plan
+from rpt.store.cost import CostModel
+
+from .plan import Item, Plan, make_plan
 from .ranks import OwnerRanks, ReplicatedRanks
 from .setup import distribute, report
 

@@ -10,72 +10,7 @@ import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from ..roots import RootBackend
-
-__all__ = ["CostModel", "Item", "Plan", "make_plan"]
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """What a step of one parameter costs, in units of one multiply-add of a matrix product.
-
-    The defaults were measured in float32 on one CPU core (`examples/bench/distributed.py --costs`).
-    They are constants rather than measured at start-up so that the same script gives the same plan,
-    and with it the same rounding, on every run.
-
-    Attributes:
-        eigh: one eigendecomposition of an n×n block costs `eigh` · n³.
-        element: everything elementwise in the rule, per entry.
-        call: fixed cost of a matrix; a vector, many of which share one call, costs a thirtieth.
-        staleness: steps between two refreshes of a root.
-    """
-
-    eigh: float = 11.0
-    element: float = 700.0
-    call: float = 5e5
-    staleness: float = 10.0
-
-    def matrix(
-        self, rows: int, cols: int, backend: RootBackend | None = None, polar_steps: int = 5
-    ) -> float:
-        """Cost of one step of a (rows, cols) matrix.
-
-        Args:
-            rows, cols: in any order.
-            backend: its metric; None for none.
-            polar_steps: Newton–Schulz steps; 0 for a matrix that has no polar share.
-        """
-        rows, cols = min(rows, cols), max(rows, cols)
-        cost = self.call + self.element * rows * cols
-        if cols >= 2 * rows:
-            # Newton–Schulz on the Gram side: the long matrix is touched twice.
-            cost += (2.0 * rows * rows * cols + 4.0 * polar_steps * rows**3) * (polar_steps > 0)
-        else:
-            cost += polar_steps * (2.0 * rows * rows * cols + rows**3)
-        return cost + (self._metric(backend, rows, cols) if backend is not None else 0.0)
-
-    def _metric(self, backend: RootBackend, rows: int, cols: int) -> float:
-        """Products with, and decompositions of, every factor in the backend's own state.
-
-        Read off the state's shapes, so that a user's own backend is counted too.
-        """
-        device = torch.device("meta")
-        cost = 0.0
-        for key, value in backend.create(1, rows, cols, dtype=torch.float32, device=device).items():
-            other = cols if key.startswith("left") else rows
-            if value.ndim >= 3 and value.shape[-1] == value.shape[-2] and key.endswith("_root"):
-                blocks, size = value.numel() // value.shape[-1] ** 2, value.shape[-1]
-                cost += 2.0 * blocks * size * size * other
-                cost += self.eigh * blocks * size**3 / self.staleness
-            elif key.endswith("_basis"):
-                cost += 4.0 * value.numel() * other
-        return cost
-
-    def vector(self, length: int) -> float:
-        """Cost of one step of a vector."""
-        return self.call / 30 + self.element * length
+__all__ = ["Item", "Plan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +18,7 @@ class Item:
     """One parameter, as the planner sees it.
 
     Attributes:
-        cost: from a `CostModel`.
+        cost: from a `rpt.store.cost.CostModel`.
         nbytes: bytes of its update on the wire.
         stack: parameters with the same value are updated in one batch where one rank owns several.
         together: whether all of one stack stay together (vectors, which cost next to nothing).

@@ -17,11 +17,12 @@ from ..apply import SingleProcess
 from ..manifold import manifold_of
 from ..ownership import Ownership, is_sharded
 from ..roots import RootBackend, resolve_roots
+from ..store.cost import CostModel
 from ..store.layout import compute_dtype, form_of, vector_length_class
 from ..store.schema import holds_state
 from .agreement import all_agree, checksums, differing, rendezvous, signature
 from .holding import Holding, Replica
-from .plan import CostModel, Item, make_plan
+from .plan import Item, make_plan
 from .ranks import OwnerRanks, ReplicatedRanks
 from .team import Team
 from .wire import communication_device

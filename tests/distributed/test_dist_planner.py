@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpt.distributed.holding import box_numel, box_slices, shard_box, whole_box
-from rpt.distributed.plan import CostModel, Item, make_plan
+from rpt.distributed.plan import Item, make_plan
 from rpt.roots import AutoRoots, FullRoots
+from rpt.store.cost import CostModel
 
 items = st.lists(
     st.builds(
