@@ -272,19 +272,20 @@ class ResidualPolarTransport(Optimizer):
         ranks, capturable = self._ranks(), self.param_groups[0]["capturable"]
         recorded = self._blind or (capturable and working.is_recording())
         if capturable:
-            alone, attached = (
-                isinstance(ranks, SingleProcess),
-                self._observing.attachment is not None,
+            observed = self._observing.attachment is not None
+            refuse_in_a_graph(
+                live,
+                self.param_groups,
+                alone=isinstance(ranks, SingleProcess),
+                attached=observed and recorded,
             )
-            refuse_in_a_graph(live, self.param_groups, alone=alone, attached=attached and recorded)
-        observed = self._observing.commit() if self._observing.anything else NOTHING
+        seen = self._observing.commit() if self._observing.anything else NOTHING
         if recorded:
-            agreed = Agreement(live, [], observed)
+            agreed = Agreement(live, [], seen)
         else:
-            agreed = ranks.agree(live, observed)
-            if (
-                agreed.live is not live
-            ):  # other ranks may have had a gradient where this one has none
+            agreed = ranks.agree(live, seen)
+            if agreed.live is not live:
+                # Other ranks may have had a gradient where this one has none.
                 self._settled &= all(id(p) in self._known for _, p, _ in agreed.live)
             live, peaks = self._finite(agreed.live, agreed.peaks)
             agreed = Agreement(live, peaks, agreed.observed)
@@ -380,7 +381,8 @@ class ResidualPolarTransport(Optimizer):
             for (g, p, _), is_curved in zip(agreed.live, curved, strict=True):
                 facts = (g, p.shape, p.dtype, p.device)
                 self._known[id(p)] = _Known(facts, self.state.get(p), is_curved)
-            self._settled, self._curved = True, bool(apart)
+            self._settled = True
+            self._curved = any(known.curved for known in self._known.values())
         return Agreement(live, peaks, observed), apart
 
     def _step_stacks(
