@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from .selection import Site
 from .staging import ObservationStage
@@ -48,22 +47,18 @@ class HookObserver:
 
     def __init__(self) -> None:
         self._sites: list[TapSite] = []
-        self._handles: list[RemovableHandle] = []
 
     def attach(self, sites: Sequence[Site], stage: ObservationStage) -> None:
         self.detach()
         for site in sites:
             tapped = TapSite(site.name, site.module, site.parameter, stage)
             self._sites.append(tapped)
-            self._handles.append(install(tapped, site.module, self.through_operator))
+            install(tapped, site.module, self.through_operator)
 
     def detach(self) -> None:
         for site in self._sites:
-            # A compiled graph may go on calling a tap that it was traced with.
-            site.active = False
-        for handle in self._handles:
-            handle.remove()
-        self._sites, self._handles = [], []
+            site.remove()
+        self._sites = []
 
     def clear(self) -> None:
         for site in self._sites:
