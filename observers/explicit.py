@@ -18,18 +18,18 @@ class ExplicitObserver:
 
     def __init__(self, stage: ObservationStage | None = None) -> None:
         self._stage = stage
-        self._sites: list[Site] = []
+        self._parameters: list[Tensor] = []
 
     def attach(self, sites: Sequence[Site], stage: ObservationStage) -> None:
-        self._sites, self._stage = list(sites), stage
+        self._parameters, self._stage = [site.parameter for site in sites], stage
 
     def detach(self) -> None:
-        self._sites = []
+        self._parameters = []
 
     def clear(self) -> None:
         if self._stage is not None:
-            for site in self._sites:
-                self._stage.drop(site.parameter)
+            for parameter in self._parameters:
+                self._stage.drop(parameter)
 
     def schedule(self, due: Callable[[Tensor], bool]) -> None:
         """Nothing to do: the caller decides when to measure."""
@@ -63,6 +63,3 @@ class ExplicitObserver:
             for parameter in targets:
                 self._stage.add_rank(rank, parameter)
         return rank
-
-    def __reduce__(self) -> tuple[type[ExplicitObserver], tuple[()]]:
-        return type(self), ()

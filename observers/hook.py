@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -68,6 +69,19 @@ class HookObserver:
         for site in self._sites:
             site.active = due(site.parameter)
 
+    @property
+    def lost(self) -> bool:
+        """Whether no tap in any model leads here, as in a copy made without its model."""
+        return bool(self._sites) and not any(site.installed for site in self._sites)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookObserver:
+        twin: HookObserver = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for site in twin._sites:
+            site.attached = True
+        return twin
+
     def __reduce__(self) -> tuple[type[HookObserver], tuple[()]]:
-        # Hooks are never serialised: a copy observes nothing until it is attached.
+        # Hooks are never serialised: unpickled, it observes nothing until it is attached.
         return type(self), ()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .caller import warn
 from .patches import unsupported_convolution
 from .protocol import declared_sites
 
@@ -129,10 +129,9 @@ def select_sites(
             continue
         if smaller_side(parameter) < 2:
             if sites is not None:
-                warnings.warn(
+                warn(
                     f"{name!r} is not observed: a side of its weight {tuple(parameter.shape)} is "
-                    "1, so its entropy rank is always 1",
-                    stacklevel=4,
+                    "1, so its entropy rank is always 1"
                 )
             continue
         found.setdefault(id(module), Site(name, module, parameter))
@@ -151,9 +150,7 @@ def _resolve(model: nn.Module, sites: Iterable[Any]) -> list[nn.Module]:
         raise TypeError("sites= takes a list of modules, names or derived sites, not a mapping")
     modules = []
     for item in sites:
-        if isinstance(item, Site):
-            modules.append(item.module)
-        elif isinstance(item, nn.Module):
+        if isinstance(item, nn.Module):
             modules.append(item)
         elif isinstance(item, str) or isinstance(getattr(item, "path", None), str):
             if getattr(item, "observed", True) is False:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rpt.observers.attach import Attachment, attach
+from rpt.observers.caller import warn
 from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.staging import ObservationStage
 
@@ -24,6 +25,7 @@ class ObservingOptimizer(Optimizer):
     _stage: ObservationStage
     _attachment: Attachment | None
     _observe_every: int
+    _bereft: bool  # whether the run that this one continues had a model to observe
 
     def attach_model(
         self,
@@ -50,7 +52,7 @@ class ObservingOptimizer(Optimizer):
         Returns:
             The names of the observed modules.
         """
-        self.remove_observers()
+        self._detach()
         self._attachment = attach(
             model,
             self._all_parameters(),
@@ -106,9 +108,30 @@ class ObservingOptimizer(Optimizer):
 
     def remove_observers(self) -> None:
         """Detach from the model; polar weights keep their values."""
+        self._detach()
+        for record in self.state.values():
+            record.pop("observation_age", None)
+
+    def _detach(self) -> None:
+        self._bereft = False
         if self._attachment is not None:
             self._attachment.detach()
             self._attachment = None
+
+    def _end_observed_step(self, coherence: Mapping[Tensor, Tensor]) -> None:
+        """Advance the cadence; say so, once, where a copy or a loaded run has lost its model."""
+        if self._attachment is not None and self._attachment.lost:
+            self._detach()
+            self._bereft = True
+        if self._bereft:
+            self._bereft = False
+            warn(
+                "this optimizer continues a run that observed a model, but observes none itself: it "
+                "was unpickled, loaded, or copied without the model. Call attach_model(model) on it, "
+                "or remove_observers() if that is meant; until then polar weights stay as they are"
+            )
+        elif self._attachment is not None:
+            self._attachment.after_step(coherence)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop observations of the backward passes they came from."""
@@ -123,11 +146,11 @@ class ObservingOptimizer(Optimizer):
                     self.state[parameter]["observation_age"] = age
 
     def _restore_observation_ages(self) -> None:
+        ages = {p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")}
         if self._attachment is not None:
-            ages = {
-                p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")
-            }
             self._attachment.restore_ages(ages)
+        else:
+            self._bereft = bool(ages)
 
     def _all_parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

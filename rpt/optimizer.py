@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rpt.observers.attach import Attachment
 from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import ObservationStage
 
@@ -156,16 +157,17 @@ class ResidualPolarTransport(SteppingOptimizer):
         self._begin()
         super().__init__(params, defaults)
 
-    def _begin(self) -> None:
-        """Set up what is never serialised."""
+    def _begin(self, attachment: Attachment | None = None) -> None:
+        """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
         # Whoever compiles step() gets it as it is: its host decisions would be traced anew each time.
         # Done here because importing torch.compiler's machinery takes seconds that `import rpt` saves.
         update = ResidualPolarTransport._update
         if not hasattr(update, "_torchdynamo_disable"):
             ResidualPolarTransport._update = torch.compiler.disable(update)  # type: ignore[method-assign]
         self._registry = StackRegistry()
-        self._stage = ObservationStage(self.observer_settings)
-        self._attachment = None
+        self._attachment = attachment
+        self._stage = attachment.stage if attachment else ObservationStage(self.observer_settings)
+        self._bereft = False
         self._ownership: Ownership | None = None
         self._grown = False
         self._warned: set[str] = set()
@@ -278,13 +280,15 @@ class ResidualPolarTransport(SteppingOptimizer):
             "_custom_roots": self._custom_roots,
             "observer_settings": self.observer_settings,
             "_observe_every": self._observe_every,
+            "_attachment": self._attachment,
             "_mode": self._mode if isinstance(self._mode, str) else "auto",
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_stage"):
-            self._begin()
+            self._begin(state.get("_attachment"))
+            self._restore_observation_ages()
         self._registry.forget()
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,13 +6,14 @@ The rule is `rpt.update`, the batching `rpt.engine`, the ranks `rpt.ownership`; 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import compress
 
 import torch
 from torch import Tensor
+
+from rpt.observers.caller import warn
 
 from .capturable import update_on_device
 from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
@@ -120,8 +121,8 @@ class SteppingOptimizer(ObservingOptimizer):
         # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
         # led to: nothing was to be observed.
         made_up = bool(peaks) and not any(peaks)
-        if self._attachment is not None and not made_up:
-            self._attachment.after_step(
+        if not made_up:
+            self._end_observed_step(
                 {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
             )
 
@@ -232,4 +233,4 @@ class SteppingOptimizer(ObservingOptimizer):
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=3)
+            warn(message)

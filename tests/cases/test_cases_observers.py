@@ -183,3 +183,156 @@ def test_checkpointed_segments_are_judged_by_their_own_backward(reentrant):
         assert len(stage) == 0
     checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     assert stage.commit().counts == {model[0].weight: 1, model[2].weight: 1}
+
+
+# -- case 39: copies and loaded runs ------------------------------------------------------------------
+
+
+def step(model, optimizer, seed):
+    optimizer.zero_grad()
+    model(batch(seed)).square().mean().backward()
+    optimizer.step()
+
+
+def observed_run(model=None, **options):
+    model = model or network()
+    optimizer = ResidualPolarTransport(model.named_parameters(), lr=1e-2)
+    optimizer.attach_model(model, observe_every=1, **options)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    return model, optimizer
+
+
+def silently(model, optimizer, seed=3):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer, seed)
+
+
+def assert_equal_weights(left, right):
+    for p, q in zip(left.parameters(), right.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_copy_of_model_and_optimizer_observes_what_the_original_did(strategy, model_first):
+    """Case 39."""
+    model, optimizer = observed_run(strategy=strategy)
+    if model_first:
+        twin, copied = copy.deepcopy((model, optimizer))
+    else:
+        copied, twin = copy.deepcopy((optimizer, model))
+    for seed in range(3, 6):
+        silently(model, optimizer, seed)
+        silently(twin, copied, seed)
+    assert_equal_weights(model, twin)
+    for weight in (twin[0].weight, twin[2].weight):
+        assert int(copied.state[weight]["observations"]) == 6
+    copied.remove_observers()
+    assert not any(m._forward_hooks for m in twin.modules())
+    assert all(len(model[i]._forward_hooks) == 1 for i in (0, 2))
+    again = copy.deepcopy((model, optimizer))
+    third = copy.deepcopy(again)
+    del again
+    silently(*third)
+    silently(model, optimizer)
+    assert_equal_weights(model, third[0])
+
+
+def test_a_copied_convolution_is_observed_too():
+    """Case 39."""
+    net = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(16, 3))
+    optimizer = ResidualPolarTransport(net.parameters(), lr=1e-2)
+    optimizer.attach_model(net, sites=["0", "2"], observe_every=1)
+    copied, twin = copy.deepcopy((optimizer, net))
+    twin(torch.randn(5, 2, 3, 3)).square().mean().backward()
+    assert copied._stage.commit().counts == {twin[0].weight: 1, twin[2].weight: 1}
+
+
+def test_the_cadence_is_copied_with_its_phase():
+    """Case 39."""
+    model = network()
+    optimizer = ResidualPolarTransport(model.parameters(), lr=1e-2)
+    optimizer.attach_model(model, observe_every=3)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    twin, copied = copy.deepcopy((model, optimizer))
+    counts = []
+    for seed in range(2, 8):
+        step(twin, copied, seed)
+        counts.append(int(copied.state[twin[0].weight]["observations"]))
+    assert counts == [1, 2, 2, 2, 3, 3]
+
+
+def test_a_model_copied_alone_observes_nothing():
+    """Case 39: an averaged model's copy costs nothing and leaves nothing."""
+    model, optimizer = observed_run()
+    twin = copy.deepcopy(model)
+    twin(batch(0)).square().mean().backward()
+    assert len(optimizer._stage) == 0
+    assert not any("Tap" in type(n).__name__ for n in graph_nodes(twin(batch(0))))
+
+
+def graph_nodes(tensor):
+    waiting, seen = [tensor.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        seen.append(node)
+        waiting += [n for n, _ in node.next_functions if n is not None]
+    return seen
+
+
+def unpickled(model, optimizer):
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def copied_apart(model, optimizer):
+    twin = copy.deepcopy(optimizer)
+    names = dict(zip(dict(model.named_parameters()), twin.param_groups[0]["params"], strict=True))
+    other = network()
+    for name, p in names.items():
+        module, _, attribute = name.rpartition(".")
+        other.get_submodule(module)._parameters[attribute] = p
+    return other, twin
+
+
+def loaded(model, optimizer):
+    other = network()
+    other.load_state_dict(model.state_dict())
+    fresh = ResidualPolarTransport(other.named_parameters(), lr=1e-2)
+    fresh.load_state_dict(optimizer.state_dict())
+    return other, fresh
+
+
+@pytest.mark.parametrize("through", [unpickled, copied_apart, loaded])
+@pytest.mark.parametrize("answer", ["none", "attach", "remove"])
+def test_a_run_that_lost_its_model_says_so_once(through, answer):
+    """Case 39."""
+    model, optimizer = observed_run()
+    twin, copied = through(model, optimizer)
+    if answer == "attach":
+        copied.attach_model(twin, observe_every=1)
+        for seed in range(3, 6):
+            silently(twin, copied, seed)
+            silently(model, optimizer, seed)
+        assert_equal_weights(model, twin)
+        return
+    if answer == "remove":
+        copied.remove_observers()
+        silently(twin, copied)
+        return
+    with pytest.warns(UserWarning, match="attach_model") as caught:
+        step(twin, copied, 3)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    silently(twin, copied, 4)
+
+
+@pytest.mark.parametrize("through", [unpickled, copied_apart, loaded])
+def test_a_run_that_ended_its_observation_says_nothing(through):
+    """Case 39."""
+    model, optimizer = observed_run()
+    optimizer.state_dict()
+    optimizer.remove_observers()
+    silently(*through(model, optimizer))
