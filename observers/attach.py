@@ -150,6 +150,7 @@ def attach(
     observe_every: int = 1,
     sites: Iterable[Any] | None = None,
     coherence_threshold: float = COHERENCE_THRESHOLD,
+    replacing: Attachment | None = None,
 ) -> Attachment:
     """Observe `model`'s layers into `stage`.
 
@@ -162,16 +163,33 @@ def attach(
         observe_every: Measure in every k-th step.
         sites: Exactly these layers: modules, dotted names, or what `derive_sites` returned.
         coherence_threshold: Measure again at once after q fell below it.
+        replacing: An earlier attachment, detached once it is known that this one can be.
 
     Raises:
+        TypeError: For a model, filter or strategy of another kind.
         ValueError: For an unknown strategy or cadence, or a layer that cannot be observed.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model to attach must be an nn.Module, got {type(model).__name__}")
+    if module_filter is not None and (
+        isinstance(module_filter, nn.Module) or not callable(module_filter)
+    ):
+        raise TypeError(
+            "module_filter must be a function from a module to True or False, got "
+            f"{type(module_filter).__name__}: layers or their names go to sites=[…]"
+        )
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {sorted(STRATEGIES)}, got {strategy!r}")
         observer = STRATEGIES[strategy]()
-    else:
+    elif isinstance(strategy, Observer):
         observer = strategy
-    chosen = select_sites(model, owned, module_filter, sites)
+    else:
+        raise TypeError(f"strategy must be a name or an Observer, got {type(strategy).__name__}")
+    chosen = select_sites(
+        model, owned, module_filter, sites, isinstance(observer, ExplicitObserver)
+    )
     cadence = Cadence((site.parameter for site in chosen), observe_every, coherence_threshold)
+    if replacing is not None:
+        replacing.detach()
     return Attachment(chosen, observer, cadence, stage)

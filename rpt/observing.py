@@ -39,8 +39,9 @@ class ObservingOptimizer(Optimizer):
         """Observe a model's boundaries, replacing an earlier attachment.
 
         Observed are the modules that the model, or any module inside it, names in
-        `optimizer_observation_modules()`; without one, every `nn.Linear` of this optimizer whose
-        smaller side is at least 2. `module_filter` and `sites` override both.
+        `optimizer_observation_modules()`; without one, every `nn.Linear` (and `Conv1D` of
+        transformers) of this optimizer whose smaller side is at least 2. `module_filter` and `sites`
+        override both. One warning says what was found where that leaves nothing.
 
         Args:
             model: the model that is trained.
@@ -51,8 +52,10 @@ class ObservingOptimizer(Optimizer):
 
         Returns:
             The names of the observed modules.
+
+        Raises:
+            TypeError, ValueError: what cannot be attached; an earlier attachment then stays.
         """
-        self._detach()
         self._attachment = attach(
             model,
             self._all_parameters(),
@@ -61,7 +64,9 @@ class ObservingOptimizer(Optimizer):
             strategy=strategy,
             observe_every=self._observe_every if observe_every is None else observe_every,
             sites=sites,
+            replacing=self._attachment,
         )
+        self._bereft = False
         self._restore_observation_ages()
         return [name for name, *_ in self._attachment.sites]
 
@@ -89,6 +94,9 @@ class ObservingOptimizer(Optimizer):
 
         Returns:
             The normalised entropy rank, 0-d.
+
+        Raises:
+            ValueError: widths that do not fit a named weight, or rows that do not match.
         """
         explicit = ExplicitObserver(self._stage)
         return explicit.observe(activations, residuals, self._own(parameters))
