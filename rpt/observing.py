@@ -14,6 +14,8 @@ from rpt.observers.caller import warn
 from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.staging import ObservationStage
 
+from .checkpoint import canonical_name
+
 __all__ = ["ObservingOptimizer"]
 
 Self = TypeVar("Self", bound="ObservingOptimizer")
@@ -25,6 +27,7 @@ class ObservingOptimizer(Optimizer):
     _stage: ObservationStage
     _attachment: Attachment | None
     _observe_every: int
+    _names: dict[Tensor, str]  # what attached models call their parameters
     _bereft: bool  # whether the run that this one continues had a model to observe
 
     def attach_model(
@@ -67,6 +70,8 @@ class ObservingOptimizer(Optimizer):
             replacing=self._attachment,
         )
         self._bereft = False
+        names = {p: canonical_name(name) for name, p in model.named_parameters()}
+        self._names |= {p: names[p] for p in self._all_parameters() if p in names}
         self._restore_observation_ages()
         return [name for name, *_ in self._attachment.sites]
 
@@ -118,7 +123,8 @@ class ObservingOptimizer(Optimizer):
         """Detach from the model; polar weights keep their values."""
         self._detach()
         for record in self.state.values():
-            record.pop("observation_age", None)
+            if "observation_age" in record:
+                record["observation_age"] = 0
 
     def _detach(self) -> None:
         self._bereft = False

@@ -12,7 +12,7 @@ from rpt.observers.attach import Attachment
 from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import ObservationStage
 
-from .checkpoint import check_loadable, restore_dtypes
+from .checkpoint import check_loadable, matched_by_name, restore_dtypes
 from .options import (
     IMPLEMENTATION_KEYWORDS,
     OPTIONS,
@@ -177,6 +177,7 @@ class ResidualPolarTransport(SteppingOptimizer):
         self._attachment = attachment
         self._stage = attachment.stage if attachment else ObservationStage(self.observer_settings)
         self._bereft = False
+        self._names = getattr(self, "_names", {})
         self._ownership: Ownership | None = None
         self._grown = False
         self._warned: set[str] = set()
@@ -290,6 +291,7 @@ class ResidualPolarTransport(SteppingOptimizer):
             "observer_settings": self.observer_settings,
             "_observe_every": self._observe_every,
             "_attachment": self._attachment,
+            "_names": self._names,
             "_mode": self._mode if isinstance(self._mode, str) else "auto",
         }
 
@@ -319,9 +321,13 @@ class ResidualPolarTransport(SteppingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` gave, keeping every tensor's own dtype.
 
+        Parameters are matched by name where both sides know all names, else by order, as torch
+        matches them; a warning says where names are known but differ.
+
         Raises:
             ValueError: groups, parameter shapes or root backends that do not match.
         """
+        state_dict = matched_by_name(self, state_dict)
         check_loadable(self, state_dict)
         for group in state_dict["param_groups"]:
             self._backend(group.get("roots", "auto"))

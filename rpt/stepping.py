@@ -42,12 +42,15 @@ class SteppingOptimizer(ObservingOptimizer):
         raise NotImplementedError
 
     def parameter_name(self, group_index: int, index: int) -> str:
-        """How messages call a parameter: by its name where one was given, else by group and shape."""
+        """How messages call a parameter: as it was named, else as an attached model names it, else by
+        group and shape."""
         group = self.param_groups[group_index]
-        shape = tuple(group["params"][index].shape)
+        parameter = group["params"][index]
+        shape = tuple(parameter.shape)
         names = group.get("param_names")
-        if names:
-            return f"{names[index]} {shape}"
+        name = names[index] if names else self._names.get(parameter)
+        if name:
+            return f"{name} {shape}"
         return f"parameter {index} of group {group_index} {shape}"
 
     def _update(self) -> None:

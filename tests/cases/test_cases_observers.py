@@ -548,3 +548,155 @@ def test_warnings_point_to_the_users_line():
     assert len(caught) == 4
     assert {w.filename for w in caught} == {__file__}
     assert all(".step()" in lines[w.lineno - 1] or "thin, " in lines[w.lineno - 1] for w in caught)
+
+
+# -- case 71: telemetry ----------------------------------------------------------------------------------
+
+
+def test_parameters_are_called_by_the_attached_models_names():
+    """Case 71: also in a compiled or wrapped model, in messages, and after the observers are gone."""
+    model = network()
+    optimizer = ResidualPolarTransport(model.parameters(), lr=1e-2)
+    optimizer.attach_model(nn.ModuleDict({"module": torch.compile(model)}))
+    expected = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
+    for run in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        run.remove_observers()
+        for p in run.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        run.step()
+        assert list(run.telemetry()["parameters"]) == expected
+    model[0].weight.grad = torch.full_like(model[0].weight, math.nan)
+    with pytest.warns(UserWarning, match=r"non-finite gradients in 0\.weight \(10, 6\)"):
+        optimizer.step()
+    # Names that were given stay.
+    named = ResidualPolarTransport([(f"mine{i}", p) for i, p in enumerate(model.parameters())])
+    named.attach_model(model)
+    assert named.parameter_name(0, 0) == "mine0 (10, 6)"
+
+
+@pytest.mark.parametrize("roots", ["auto", "none"])
+def test_a_bias_is_no_polar_zero(roots):
+    """Case 71."""
+    model = network()
+    optimizer = ResidualPolarTransport(model.named_parameters(), lr=1e-2, roots=roots)
+    step(model, optimizer, 0)
+    report = optimizer.telemetry()
+    assert "polar_weight" not in report["parameters"]["0.bias (10,)"]
+    assert (
+        report["total"]["polar_weight"] == report["parameters"]["0.weight (10, 6)"]["polar_weight"]
+    )
+    (line,) = [line for line in str(report).splitlines() if line.startswith("0.bias")]
+    assert line.split()[3:5] == ["–", "–"]
+
+
+def test_the_printed_table_explains_its_columns():
+    """Case 71."""
+    _, optimizer = observed_run()
+    lines = str(optimizer.telemetry()).splitlines()
+    for column in lines[0].split()[1:]:
+        (meaning,) = [line for line in lines if line.strip().startswith(f"{column}  ")]
+        assert len(meaning.split()) > 2
+
+
+def test_scalars_are_one_flat_dict_of_floats():
+    """Case 71."""
+    _, optimizer = observed_run()
+    report = optimizer.telemetry()
+    scalars = report.scalars()
+    assert all(type(value) is float for value in scalars.values())
+    assert scalars["total/step_signal"] == report["total"]["step_signal"]
+    entry = report["parameters"]["0.weight (10, 6)"]
+    assert scalars["0.weight/polar_weight"] == entry["polar_weight"]
+    assert "0.bias/polar_weight" not in scalars
+    unnamed = ResidualPolarTransport(network().parameters(), lr=1e-2)
+    for p in unnamed.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    unnamed.step()
+    assert len(unnamed.telemetry().scalars()) > 4 * 10  # No two share a name.
+
+
+# -- case 40: names on both sides ----------------------------------------------------------------------------
+
+
+def two_layers(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def give(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _, p in sorted(model.named_parameters()):
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def split(named):
+    named = list(named)
+    return [{"params": named[:2], "lr": 1e-3}, {"params": named[2:], "lr": 2e-3}]
+
+
+@pytest.mark.parametrize("groups", [list, split])
+def test_states_are_matched_by_name(groups):
+    """Case 40: another order on the other side, within a group and across groups."""
+    model = two_layers(0)
+    whole = ResidualPolarTransport(groups(model.named_parameters()), max_root_staleness=1)
+    for seed in range(3):
+        give(model, seed)
+        whole.step()
+    saved = copy.deepcopy(whole.state_dict())
+    order = [list(group["params"]) for group in saved["param_groups"]]
+    twin = two_layers(1)
+    twin.load_state_dict(model.state_dict())
+    turned = list(twin.named_parameters())[::-1]
+    other = ResidualPolarTransport(groups(turned), max_root_staleness=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(saved)
+    assert [group["params"] for group in saved["param_groups"]] == order
+    for name, p in twin.named_parameters():
+        mine = other.state[p]["momentum"]
+        assert torch.equal(mine, whole.state[model.get_parameter(name)]["momentum"])
+    names = [other.parameter_name(g, i) for g, i, _ in other._enumerate()]
+    assert names == [f"{name} {tuple(p.shape)}" for name, p in turned]
+    for group in (*whole.param_groups, *other.param_groups):
+        group["lr"] = 1e-2
+    give(model, 9)
+    give(twin, 9)
+    whole.step()
+    other.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_wrappers_do_not_change_a_name():
+    """Case 40: DDP and torch.compile prefix every name."""
+    model = two_layers(0)
+    plain = ResidualPolarTransport(model.named_parameters(), lr=1e-2)
+    give(model, 0)
+    plain.step()
+    wrapped = nn.ModuleDict({"module": torch.compile(model)})
+    other = ResidualPolarTransport(list(wrapped.named_parameters())[::-1], lr=1e-2)
+    other.load_state_dict(plain.state_dict())
+    for p in model.parameters():
+        assert torch.equal(other.state[p]["momentum"], plain.state[p]["momentum"])
+
+
+def test_names_that_differ_are_warned_of():
+    """Case 40: then order counts, as in torch; states without names are matched in silence."""
+    model = two_layers(0)
+    whole = ResidualPolarTransport(model.named_parameters(), lr=1e-2)
+    give(model, 0)
+    whole.step()
+    renamed = [(f"net.{name}", p) for name, p in two_layers(1).named_parameters()]
+    other = ResidualPolarTransport(renamed, lr=1e-2)
+    with pytest.warns(UserWarning, match=r"'0.weight'.*by order, not by name") as caught:
+        other.load_state_dict(whole.state_dict())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert other.parameter_name(0, 0).startswith("net.0.weight")
+    for (_, p), q in zip(renamed, model.parameters(), strict=True):
+        assert torch.equal(other.state[p]["momentum"], whole.state[q]["momentum"])
+    unnamed = ResidualPolarTransport(two_layers(1).parameters(), lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unnamed.load_state_dict(whole.state_dict())
+        whole.load_state_dict(unnamed.state_dict())
