@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rpt.observers.attach import Attachment, attach
+from rpt.observers.caller import warn
 from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import Committed, ObservationStage
@@ -24,22 +25,30 @@ class Observing:
         stage: where observations wait.
         attachment: the model under observation.
         anything: whether anything may be staged.
+        bereft: whether the run that this one continues had a model to observe.
+
+    Args:
+        settings: of observations.
+        attachment: the copied model's, in a copy.
     """
 
-    def __init__(self, settings: ObserverSettings) -> None:
-        self.stage = ObservationStage(settings)
-        self.attachment: Attachment | None = None
-        self.anything = False
+    def __init__(self, settings: ObserverSettings, attachment: Attachment | None = None) -> None:
+        self.stage = attachment.stage if attachment else ObservationStage(settings)
+        self.attachment = attachment
+        self.anything = attachment is not None
+        self.bereft = False
 
     def attach(self, model: nn.Module, parameters: Sequence[Tensor], **options: Any) -> list[str]:
         """Observe a model in place of an earlier one; the names of the observed modules."""
-        self.detach()
-        self.attachment = attach(model, parameters, self.stage, **options)
-        self.anything = True
+        self.attachment = attach(
+            model, parameters, self.stage, replacing=self.attachment, **options
+        )
+        self.anything, self.bereft = True, False
         return [name for name, *_ in self.attachment.sites]
 
     def detach(self) -> None:
         """Leave the model; what is staged stays."""
+        self.bereft = False
         if self.attachment is not None:
             self.attachment.detach()
             self.attachment = None
@@ -67,6 +76,21 @@ class Observing:
         self.anything = self.attachment is not None
         return self.stage.commit()
 
+    def end_step(self, coherence: Mapping[Tensor, Tensor]) -> None:
+        """Advance the cadence; say so, once, where a copy or a loaded run has lost its model."""
+        if self.attachment is not None and self.attachment.lost:
+            self.detach()
+            self.bereft = True
+        if self.bereft:
+            self.bereft = False
+            warn(
+                "this optimizer continues a run that observed a model, but observes none itself: it "
+                "was unpickled, loaded, or copied without the model. Call attach_model(model) on it, "
+                "or remove_observers() if that is meant; until then polar weights stay as they are"
+            )
+        elif self.attachment is not None:
+            self.attachment.after_step(coherence)
+
     def note_ages(self, state: Mapping[Tensor, Any]) -> None:
         """Write the cadence into the state, so that a resumed run measures when this would."""
         if self.attachment is not None:
@@ -76,9 +100,11 @@ class Observing:
 
     def restore_ages(self, state: Mapping[Tensor, Any]) -> None:
         """Continue the cadence of a checkpoint."""
+        ages = {p: r["observation_age"] for p, r in state.items() if r.get("observation_age")}
         if self.attachment is not None:
-            ages = {p: r["observation_age"] for p, r in state.items() if r.get("observation_age")}
             self.attachment.restore_ages(ages)
+        else:
+            self.bereft = bool(ages)
 
 
 def own(

@@ -6,7 +6,6 @@ The rule is `rpt.rule`, the step over stacks `rpt.step`, the seam to ranks `rpt.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rpt.observers.attach import Attachment
+from rpt.observers.caller import warn
 from rpt.observers.rank import ObserverSettings
 
 from . import options
 from . import work as working
 from .apply import SingleProcess
-from .checkpoint import check_loadable, restore_dtypes
+from .checkpoint import canonical_name, check_loadable, matched_by_name, restore_dtypes
 from .groups import Groups
 from .manifold import manifold_of, step_on_manifold
 from .observing import NOTHING, Observing, own
@@ -168,13 +169,14 @@ class ResidualPolarTransport(Optimizer):
         self._begin()
         super().__init__(params, defaults)
 
-    def _begin(self) -> None:
-        """Set up what is never serialised."""
+    def _begin(self, attachment: Attachment | None = None) -> None:
+        """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
         global _update_untraced
         if _update_untraced is None:
             _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
-        self._observing = Observing(self.observer_settings)
-        self._names: dict[int, str] = {}
+        self._observing = Observing(self.observer_settings, attachment)
+        # What attached models call their parameters.
+        self._names: dict[Tensor, str] = getattr(self, "_names", {})
         self._registry = StackRegistry()
         self._ownership: Ownership | None = None
         self._grown = False
@@ -214,11 +216,12 @@ class ResidualPolarTransport(Optimizer):
         return self._groups.backend(name)
 
     def parameter_name(self, group_index: int, index: int) -> str:
-        """How messages call a parameter: by its name where one is known, else by group and shape."""
+        """How messages call a parameter: as it was named, else as an attached model names it, else by
+        group and shape."""
         group = self.param_groups[group_index]
         parameter = group["params"][index]
         shape, names = tuple(parameter.shape), group.get("param_names")
-        name = names[index] if names else self._names.get(id(parameter))
+        name = names[index] if names else self._names.get(parameter)
         return f"{name} {shape}" if name else f"parameter {index} of group {group_index} {shape}"
 
     def _all(self) -> list[Tensor]:
@@ -304,8 +307,9 @@ class ResidualPolarTransport(Optimizer):
         # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
         # led to: nothing was to be observed.
         made_up = bool(agreed.peaks) and not any(agreed.peaks)
-        if self._observing.attachment is not None and not made_up:
-            self._observing.attachment.after_step(
+        watched = self._observing.attachment is not None or self._observing.bereft
+        if watched and not made_up:
+            self._observing.end_step(
                 {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
             )
 
@@ -512,7 +516,7 @@ class ResidualPolarTransport(Optimizer):
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=3)
+            warn(message)
 
     # -- observation --------------------------------------------------------------------------------
 
@@ -528,8 +532,9 @@ class ResidualPolarTransport(Optimizer):
         """Observe a model's boundaries, replacing an earlier attachment.
 
         Observed are the modules that the model, or any module inside it, names in
-        `optimizer_observation_modules()`; without one, every `nn.Linear` of this optimizer whose
-        smaller side is at least 2. `module_filter` and `sites` override both. Parameters that were
+        `optimizer_observation_modules()`; without one, every `nn.Linear` (and `Conv1D` of
+        transformers) of this optimizer whose smaller side is at least 2. `module_filter` and `sites`
+        override both. One warning says what was found where that leaves nothing. Parameters that were
         given without names are called by the model's from here on.
 
         Args:
@@ -541,6 +546,9 @@ class ResidualPolarTransport(Optimizer):
 
         Returns:
             The names of the observed modules.
+
+        Raises:
+            TypeError, ValueError: what cannot be attached; an earlier attachment then stays.
         """
         names = self._observing.attach(
             model,
@@ -550,7 +558,8 @@ class ResidualPolarTransport(Optimizer):
             observe_every=self._observe_every if observe_every is None else observe_every,
             sites=sites,
         )
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        found: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
+        self._names |= {p: found[p] for p in self._all() if p in found}
         self._observing.restore_ages(self.state)
         return names
 
@@ -578,6 +587,9 @@ class ResidualPolarTransport(Optimizer):
 
         Returns:
             The normalised entropy rank, 0-d.
+
+        Raises:
+            ValueError: widths that do not fit a named weight, or rows that do not match.
         """
         return self._observing.measure(activations, residuals, own(parameters, self._all))
 
@@ -594,6 +606,9 @@ class ResidualPolarTransport(Optimizer):
     def remove_observers(self) -> None:
         """Detach from the model; polar weights keep their values."""
         self._observing.detach()
+        for record in self.state.values():
+            if "observation_age" in record:
+                record["observation_age"] = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop observations of the backward passes they came from."""
@@ -614,6 +629,8 @@ class ResidualPolarTransport(Optimizer):
             "_custom_roots": self._groups.custom,
             "observer_settings": self.observer_settings,
             "_observe_every": self._observe_every,
+            "_attachment": self._observing.attachment,
+            "_names": self._names,
             "_mode": self._mode if isinstance(self._mode, str) else "auto",
         }
 
@@ -621,7 +638,8 @@ class ResidualPolarTransport(Optimizer):
         super().__setstate__(state)
         if not hasattr(self, "_groups"):
             self._groups = Groups(self.__dict__.pop("_custom_roots"))
-            self._begin()
+            self._begin(self.__dict__.pop("_attachment", None))
+            self._observing.restore_ages(self.state)
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -644,9 +662,13 @@ class ResidualPolarTransport(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` gave, keeping every tensor's own dtype.
 
+        Parameters are matched by name where both sides know all names, else by order, as torch
+        matches them; a warning says where names are known but differ.
+
         Raises:
             ValueError: groups, parameter shapes or root backends that do not match.
         """
+        state_dict = matched_by_name(self, state_dict)
         check_loadable(self, state_dict)
         for group in state_dict["param_groups"]:
             self._backend(group.get("roots", "auto"))

@@ -333,7 +333,7 @@ def test_case_69_a_step_on_fake_tensors():
     assert optimizer.state[model[0].weight]["frame"].shape == (64, 70)
 
 
-# -- 70, 71: first use -----------------------------------------------------------------------------
+# -- 70: first use -----------------------------------------------------------------------------
 
 
 def test_case_70_a_misspelt_key_of_a_group_is_a_warning():
@@ -367,18 +367,3 @@ def test_case_70_a_value_given_is_kept_with_every_preset():
     (group,) = ResidualPolarTransport([p], preset="paper").param_groups
     assert (group["lr"], group["betas"], group["polar_steps"]) == (3e-3, (0.9, 0.999), 5)
     assert group["root_drift_threshold"] == 0.05
-
-
-def test_case_71_telemetry_uses_the_models_names_and_explains_itself():
-    model = mlp(4, 6, 2)
-    optimizer = ResidualPolarTransport(model.parameters())
-    optimizer.attach_model(model)
-    model(torch.randn(8, 4)).sum().backward()
-    optimizer.step()
-    report = optimizer.telemetry()
-    assert next(iter(report["parameters"])) == "0.weight (6, 4)"
-    table = str(report).splitlines()
-    bias = next(line for line in table if line.startswith("0.bias"))
-    assert bias.split()[4] == "-", "a vector has no polar weight"
-    for word in ("q:", "age", "refresh", "condition"):
-        assert any(word in line for line in table[len(report["parameters"]) + 3 :])
