@@ -20,6 +20,7 @@ __all__ = [
     "rescale",
     "signal",
     "step_rms",
+    "tempered",
 ]
 
 # Bounds of s: a step is never silenced by a few opposing requests, nor let loose by agreeing ones.
@@ -101,6 +102,15 @@ def relative_limit(
     elif not rate:
         return own + math.inf
     return numbers.where(own > floor, own, floor) * share / rate
+
+
+def tempered(limit: Scalars, strength: Scalars, numbers: Numbers) -> Scalars:
+    """The limit times min(s, 1), (b, 1).
+
+    A step that is cut is one at a high rate. Where requests oppose each other besides, the signal must
+    still shorten it: without that a rate that is too high swings at the limit for ever.
+    """
+    return limit * numbers.at_most(strength, 1.0)
 
 
 def step_rms(

@@ -75,18 +75,21 @@ def simple_step(
 
     # Length: AdamW's law, and never more than a share of the matrix.
     own = u.norm() / math.sqrt(u.numel())
-    target = own
+    target, s = own, 1.0
     if rule.signal_length:
         e = state["e"] = rule.beta1 * state.get("e", 0.0) + (1 - rule.beta1) * n**2
     if rule.update_rms is not None and rule.signal_length:
         noise = math.sqrt((1 - rule.beta1) / (1 + rule.beta1) * (2 - c1) / c1)
         ratio = mean.norm() / (e / c1).sqrt() if e > 0 else torch.ones_like(own)
-        target = rule.update_rms * (ratio / noise).clamp(0.02, 4.0)
+        s = float((ratio / noise).clamp(0.02, 4.0))
+        target = torch.full_like(own, rule.update_rms * s)
     elif rule.update_rms is not None and u.numel() > 1:
         target = torch.full_like(own, rule.update_rms)
     if rule.max_relative_step is not None and g.ndim == 2 and lr > 0:
         size = max(weight.norm() / math.sqrt(weight.numel()), 0.5 / math.sqrt(weight.shape[1]))
-        target = torch.minimum(target, torch.as_tensor(rule.max_relative_step * size / lr))
+        target = torch.minimum(
+            target, torch.as_tensor(min(s, 1.0) * rule.max_relative_step * size / lr)
+        )
     if own > 0:
         u = u * (target / own)
     return (1 - lr * decay) * weight - lr * u

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..roots import Damping, RootBackend
-from .length import next_energy, rescale, signal, step_rms
+from .length import next_energy, rescale, signal, step_rms, tempered
 from .polar import Schedule, polar_share
 from .scalars import Numbers, Scalars
 from .transport import carry, certificate, live_frame, norm, store_frame
@@ -194,20 +194,21 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
         else:
             update = shaped
     update, length, alignment = certificate(update, gradient, numbers)
-    strength, capped = 1.0, 0.0
+    strength, capped, limits = 1.0, 0.0, facts.limits
     if rule.signal_length:
         energy = values["request_energy"]
         energy[:] = next_energy(energy, frame.length, rule.beta1, facts.correction1, numbers)
         size = numbers.read(norm(carried.momentum))
         strength = signal(size, energy, rule.beta1, facts.correction1, numbers)
-    if rule.update_rms is not None or facts.limits is not None:
+        limits = limits if limits is None else tempered(limits, strength, numbers)
+    if rule.update_rms is not None or limits is not None:
         own = length / rows.sizes**0.5
-        target = step_rms(rule.update_rms, strength, own, facts.limits, numbers)
+        target = step_rms(rule.update_rms, strength, own, limits, numbers)
         if rule.update_rms is not None and not rule.signal_length:
             # There is nothing to spread, and a fixed length would leave a scalar's sign alone.
             target = numbers.where(rows.sizes > 1, target, own)
-        if facts.limits is not None:
-            capped = (target >= facts.limits) & (length > 0)
+        if limits is not None:
+            capped = (target >= limits) & (length > 0)
         update = rescale(update, length, target, rows.sizes, numbers)
     values["frame_confidence"][:] = frame.confidence
     values["frame_coherence"][:] = frame.coherence

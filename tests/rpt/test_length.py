@@ -150,6 +150,17 @@ def test_no_step_changes_a_matrix_by_more_than_its_share():
     assert capped == [True, True, False]
 
 
+def test_where_requests_oppose_each_other_the_share_shrinks_too():
+    torch.manual_seed(5)
+    w, g = torch.randn(8, 5), torch.randn(8, 5)
+    steps, optimizer = moved([w], [[g * (-1) ** t] for t in range(40)], max_relative_step=1e-6)
+    share = (steps[-1][0] * 1e-3).square().mean().sqrt() / w.square().mean().sqrt()
+    entry = next(iter(optimizer.telemetry()["parameters"].values()))
+    assert entry["step_capped"]
+    assert share.item() == pytest.approx(1e-6 * entry["step_signal"], rel=2e-2)
+    assert entry["step_signal"] < 0.5
+
+
 def test_a_thin_matrix_steps_as_a_vector():
     g = [torch.randn(6) for _ in range(8)]
     start = torch.randn(6)
