@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["InverseRoot", "decompose", "eigenvalue_floor", "inverse_root"]
+__all__ = ["InverseRoot", "decompose", "eigenvalue_floor", "eigh_shapes", "inverse_root"]
 
 
 class InverseRoot(NamedTuple):
@@ -26,7 +26,9 @@ class InverseRoot(NamedTuple):
 
 
 def decompose(
-    solver: Callable[[Tensor], tuple[Tensor, ...]], matrix: Tensor
+    solver: Callable[[Tensor], tuple[Tensor, ...]],
+    matrix: Tensor,
+    shapes: Sequence[tuple[int, ...]],
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """A batched decomposition of which every matrix that has one gets it.
 
@@ -34,11 +36,12 @@ def decompose(
     nothing. Both lead to the same: what has no finite result is tried alone, then in float64.
 
     Args:
-        solver: such as `torch.linalg.eigh`; one finite result for a zero matrix.
+        solver: such as `torch.linalg.eigh`.
         matrix: (b, n, m), float32 or float64; one that is not finite never reaches the solver.
+        shapes: of one matrix's results.
 
     Returns:
-        the solver's results; failed (b,) bool, where they are zeros or those of a zero matrix.
+        the solver's results; failed (b,) bool, where they are zeros.
     """
     failed = ~matrix.isfinite().flatten(1).all(1)
     safe = matrix.masked_fill(failed[:, None, None], 0.0)
@@ -46,7 +49,7 @@ def decompose(
         parts = tuple(solver(safe))
         solved = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0)
     except torch.linalg.LinAlgError:
-        parts = tuple(solver(torch.zeros_like(safe)))
+        parts = tuple(safe.new_zeros(len(safe), *shape) for shape in shapes)
         solved = torch.zeros_like(failed)
     # A host read: a decomposition has just waited for the device.
     for i in (~solved).nonzero().flatten().tolist():
@@ -55,11 +58,18 @@ def decompose(
             failed[i] = True
             again = tuple(torch.zeros_like(part) for part in parts)
         else:
-            again, lost = decompose(solver, single if len(safe) > 1 else single.double())
+            wider = single if len(safe) > 1 else single.double()
+            again, lost = decompose(solver, wider, shapes)
             failed[i] |= lost[0]
         for part, value in zip(parts, again, strict=True):
             part[i] = value[0]
     return parts, failed
+
+
+def eigh_shapes(matrix: Tensor) -> list[tuple[int, ...]]:
+    """What `torch.linalg.eigh` gives for one of these matrices."""
+    n = matrix.shape[-1]
+    return [(n,), (n, n)]
 
 
 def resolve_cluster(
@@ -133,7 +143,7 @@ def inverse_root(
         single = inverse_root(matrix.unsqueeze(0), power, ridge=ridge, absolute=absolute)
         return InverseRoot(*(field.squeeze(0) for field in single))
     matrix = 0.5 * (matrix + matrix.mT)
-    (values, vectors), failed = decompose(torch.linalg.eigh, matrix)
+    (values, vectors), failed = decompose(torch.linalg.eigh, matrix, eigh_shapes(matrix))
     size = matrix.shape[-1]
     mean = values.clamp_min(0).sum(-1) / (size if sizes is None else sizes)
     floor = eigenvalue_floor(mean, ridge, absolute)

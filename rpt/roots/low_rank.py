@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, State
-from .eigh import decompose, eigenvalue_floor
+from .eigh import decompose, eigenvalue_floor, eigh_shapes
 from .factors import keep_where, relative_change
 
 __all__ = ["LowRankSide"]
@@ -124,9 +124,14 @@ def _nystrom(basis: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shift = (torch.finfo(basis.dtype).eps * trace).clamp_min(torch.finfo(torch.float64).tiny)
     y = y + shift[:, None, None] * q
     core = core + torch.diag_embed(shift[:, None].expand(core.shape[:-1]))
-    (values, vectors), failed = decompose(torch.linalg.eigh, core)
+    (values, vectors), failed = decompose(torch.linalg.eigh, core, eigh_shapes(core))
     halves = y @ (vectors * values.clamp_min(shift[:, None]).rsqrt().unsqueeze(-2))
-    (u, s, _), lost = decompose(partial(torch.linalg.svd, full_matrices=False), halves)
+    size, rank = halves.shape[-2:]
+    (u, s, _), lost = decompose(
+        partial(torch.linalg.svd, full_matrices=False),
+        halves,
+        [(size, rank), (rank,), (rank, rank)],
+    )
     eigenvalues = (s.square() - shift[:, None]).clamp_min(0)
     # A covariance that is still zero keeps its basis; zero eigenvalues are then the right answer.
     empty = trace <= 0
