@@ -225,9 +225,9 @@ class ResidualPolarTransport(Optimizer):
         return f"{name} {shape}" if name else f"parameter {index} of group {group_index} {shape}"
 
     def _all(self) -> list[Tensor]:
-        return [p for *_, p in self._parameters()]
+        return [p for *_, p in self._enumerate()]
 
-    def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
+    def _enumerate(self) -> Iterator[tuple[int, int, Tensor]]:
         for g, group in enumerate(self.param_groups):
             for i, parameter in enumerate(group["params"]):
                 yield g, i, parameter
@@ -511,7 +511,7 @@ class ResidualPolarTransport(Optimizer):
             )
 
     def _name(self, parameter: Tensor) -> str:
-        return next(self.parameter_name(g, i) for g, i, p in self._parameters() if p is parameter)
+        return next(self.parameter_name(g, i) for g, i, p in self._enumerate() if p is parameter)
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
