@@ -437,6 +437,8 @@ class ResidualPolarTransport(Optimizer):
             rules = [looked.rule for looked in self._looked_at]
             works = plan(portion, self.param_groups, rules, self._registry.home, recorded)
             self._plans[key] = works
+        for work in works:  # a group may have been replaced by one of the same options
+            work.group = self.param_groups[work.group_index]
         return works
 
     def _ranks(self) -> Ownership:
