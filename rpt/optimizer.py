@@ -82,29 +82,29 @@ class _Group(NamedTuple):
 class ResidualPolarTransport(Optimizer):
     """Residual Polar Transport: a two-sided matrix metric, transported momentum, a polar share.
 
-        Replaces `torch.optim.AdamW` at the same learning rate. With the default preset nothing else needs
-        to be said; `attach_model` additionally lets observed matrices adapt their polar weight.
+    Replaces `torch.optim.AdamW` at the same learning rate. With the default preset nothing else needs
+    to be said; `attach_model` additionally lets observed matrices adapt their polar weight.
 
-        Every option up to `rounding` can be overridden per parameter group, `preset` included. Defaults are
-        those of the preset "drop_in"; what `preset="paper"` has instead is said beside each.
+    Every option up to `rounding` can be overridden per parameter group, `preset` included. Defaults are
+    those of the preset "drop_in"; what `preset="paper"` has instead is said beside each.
 
-        Args:
-            params: parameters, named parameters, or parameter groups, as for every torch optimizer.
-            preset: "drop_in", at which AdamW's learning rate carries over, or "paper", the published rule.
-    {options}
-            observer_dim: sketch width of observations.
-            observer_ridge: relative ridge of the observed regression.
-            observer_center: whether activations and cotangents are centred over samples.
-            observer_null: null model of a calibrated rank, "none" (the published statistic), "shuffle" or
-                "analytic".
-            ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
-                to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
-                is "owner" wherever ranks hold the same parameters or shards of them.
-            foreach, fused: as AdamW takes them; they have no effect.
-            differentiable, amsgrad: as AdamW takes them; True is refused with the remedy.
+    Args:
+        params: parameters, named parameters, or parameter groups, as for every torch optimizer.
+        preset: "drop_in", at which AdamW's learning rate carries over, or "paper", the published rule.
+        {options}
+        observer_dim: sketch width of observations.
+        observer_ridge: relative ridge of the observed regression.
+        observer_center: whether activations and cotangents are centred over samples.
+        observer_null: null model of a calibrated rank, "none" (the published statistic), "shuffle" or
+            "analytic".
+        ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
+            to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
+            is "owner" wherever ranks hold the same parameters or shards of them.
+        foreach, fused: as AdamW takes them; they have no effect.
+        differentiable, amsgrad: as AdamW takes them; True is refused with the remedy.
 
-        Raises:
-            ValueError, TypeError: an option out of range, named with its value and its group.
+    Raises:
+        ValueError, TypeError: an option out of range, named with its value and its group.
     """
 
     def __init__(
@@ -225,9 +225,9 @@ class ResidualPolarTransport(Optimizer):
         return f"{name} {shape}" if name else f"parameter {index} of group {group_index} {shape}"
 
     def _all(self) -> list[Tensor]:
-        return [p for *_, p in self._parameters()]
+        return [p for *_, p in self._enumerate()]
 
-    def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
+    def _enumerate(self) -> Iterator[tuple[int, int, Tensor]]:
         for g, group in enumerate(self.param_groups):
             for i, parameter in enumerate(group["params"]):
                 yield g, i, parameter
@@ -437,6 +437,8 @@ class ResidualPolarTransport(Optimizer):
             rules = [looked.rule for looked in self._looked_at]
             works = plan(portion, self.param_groups, rules, self._registry.home, recorded)
             self._plans[key] = works
+        for work in works:  # a group may have been replaced by one of the same options
+            work.group = self.param_groups[work.group_index]
         return works
 
     def _ranks(self) -> Ownership:
@@ -511,7 +513,7 @@ class ResidualPolarTransport(Optimizer):
             )
 
     def _name(self, parameter: Tensor) -> str:
-        return next(self.parameter_name(g, i) for g, i, p in self._parameters() if p is parameter)
+        return next(self.parameter_name(g, i) for g, i, p in self._enumerate() if p is parameter)
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
@@ -691,5 +693,5 @@ class ResidualPolarTransport(Optimizer):
 
 
 ResidualPolarTransport.__doc__ = (ResidualPolarTransport.__doc__ or "").replace(
-    "{options}", options.options_text()
+    "{options}", options.options_text().lstrip()
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,6 +15,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
+
+from rpt.observers.caller import warn
 
 from .roots import RootBackend, resolve_roots
 from .rule.polar import polar_schedule
@@ -321,7 +322,7 @@ def options_text() -> str:
 # -- groups ----------------------------------------------------------------------------------------
 
 
-def refuse_adamw_keywords(keywords: Mapping[str, Any], stacklevel: int = 3) -> None:
+def refuse_adamw_keywords(keywords: Mapping[str, Any]) -> None:
     """Accept, warn about or refuse those keywords of `torch.optim.AdamW` that choose an implementation.
 
     Raises:
@@ -333,10 +334,7 @@ def refuse_adamw_keywords(keywords: Mapping[str, Any], stacklevel: int = 3) -> N
         raise ValueError("differentiable=True: RPT's step is not differentiable; leave it out")
     for name in ("foreach", "fused"):
         if keywords.get(name):
-            warnings.warn(
-                f"{name}=True has no effect: RPT always updates parameters in batches",
-                stacklevel=stacklevel,
-            )
+            warn(f"{name}=True has no effect: RPT always updates parameters in batches")
 
 
 def complete_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -346,15 +344,14 @@ def complete_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
         group.setdefault(name, base[name])
 
 
-def warn_of_misspelt_keys(group: Mapping[str, Any], where: str, stacklevel: int = 3) -> None:
+def warn_of_misspelt_keys(group: Mapping[str, Any], where: str) -> None:
     """Say which keys of a group are no options but nearly are; others are the caller's own."""
     for key in group:
         if key not in _BY_NAME and key not in _OTHERS:
             close = get_close_matches(str(key), [*NAMES, "preset"], n=1, cutoff=0.8)
             if close:
-                warnings.warn(
-                    f"{where} has no option {key!r}, and it has no effect: did you mean {close[0]!r}?",
-                    stacklevel=stacklevel + 1,
+                warn(
+                    f"{where} has no option {key!r}, and it has no effect: did you mean {close[0]!r}?"
                 )
 
 

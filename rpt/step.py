@@ -240,7 +240,9 @@ def _limits(work: Work, ownership: Ownership) -> Scalars:
     assert rule.max_relative_step is not None
     numbers, count = rows.numbers, rows.matrices
     if work.lead:
-        each = [m for s in work.seats if s.form.matrix for m in s.parameter.view(-1, *stack.layout)]
+        each = [
+            m for s in work.seats if s.form.matrix for m in s.parameter.reshape(-1, *stack.layout)
+        ]
         norms = weight_norms(each)
     else:
         norms = ownership.weight_norms(work.parameters[:count])

@@ -50,6 +50,12 @@ def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> 
     groups = [group["params"] for group in optimizer.param_groups]
     plain = [(g, p) for g, group in enumerate(groups) for p in group if not is_sharded(p)]
     shards = [(g, p) for g, group in enumerate(groups) for p in group if is_sharded(p)]
+    for g, parameter in shards:
+        if optimizer.param_groups[g]["stacked"] and parameter.ndim > 2:
+            raise RuntimeError(
+                f"parameter group {g}: stacked=True cannot be used with sharded parameters (DTensor), as "
+                f"one of shape {tuple(parameter.shape)} is: replicate them, or leave stacked out"
+            )
     if shards and mode == "local":
         raise RuntimeError(
             "ownership='local' cannot update sharded parameters (DTensor): a shard of a matrix has no "

@@ -62,7 +62,7 @@ class StackRegistry:
         groups: Sequence[Mapping[str, Any]],
         state: MutableMapping[Tensor, Any],
         backend: Callable[[str], RootBackend],
-    ) -> bool:
+    ) -> None:
         """Give every parameter that takes part a place.
 
         Args:
@@ -70,9 +70,6 @@ class StackRegistry:
             groups: the optimizer's parameter groups.
             state: its state, in which records are filled with views.
             backend: the root backend behind a group's `roots` text.
-
-        Returns:
-            whether any stack was made anew.
         """
         live = list(live)
         described = [_group_facts(group) for group in groups]
@@ -81,7 +78,7 @@ class StackRegistry:
             for g, p in live
         )
         if settled:
-            return False
+            return
         taking_part = {id(p) for _, p in live}
         taking_part |= {id(p) for _, p in _members(groups) if holds_state(state.get(p, {}))}
         shelves: dict[_Key, list[tuple[Tensor, Form]]] = {}
@@ -111,7 +108,6 @@ class StackRegistry:
                 self._home[id(parameter)] = stack
                 self._records[id(parameter)] = record
                 self._facts[id(parameter)] = _facts(key.group, parameter)
-        return True
 
 
 def _empty_like(parameter: Tensor) -> Tensor:

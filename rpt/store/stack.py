@@ -97,7 +97,6 @@ class Stack:
             forms += [form] * form.pieces
         shapes = [(form.rows, form.cols) for form in forms if form.matrix]
         self.count, self.matrices = len(forms), len(shapes)
-        self.shapes = shapes
         # A stack with room for matrices may so far hold vectors only.
         self.backend = backend = backend if shapes else None
         self.padded = any(shape != layout for shape in shapes)
@@ -131,14 +130,8 @@ class Stack:
         if self.ragged:
             self.places = self.unpacked(self.buffer, list(self.seats.values()))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, padding and buffer included."""
-        held = [*self.tensors.values(), self.buffer]
-        return sum(t.numel() * t.element_size() for t in held)
-
     def share_of_bytes(self, seat: Seat) -> float:
-        """A parameter's part of what is held."""
+        """A parameter's part of what is held, padding and buffer included."""
         total = 0.0
         for name, tensor in self.tensors.items():
             if seat.form.matrix or not (name.startswith(METRIC) or _ENTRIES[name].who == "matrix"):
@@ -203,7 +196,9 @@ class Stack:
         if not fits:
             for key in [*metric, *others]:
                 record.pop(key, None)
-            record["last_root_step"], record["metric_start"] = 0, record.get("step", 0)
+            record["metric_start"] = record.get("step", 0)
+            if seat.form.matrix:
+                record["last_root_step"] = 0
         step = record.get("step", 0)
         older = self.readable and bool(step.any() if isinstance(step, Tensor) else step)
         for key in keys:

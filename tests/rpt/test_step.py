@@ -112,3 +112,30 @@ def test_where_numbers_stay_on_a_device_the_step_is_the_same(monkeypatch, option
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     for a, b in zip(host, device, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_a_group_replaced_by_an_equal_one_is_the_one_that_counts():
+    p = nn.Parameter(torch.ones(3, 3))
+    optimizer = rpt.RPT([p], 1e-2)
+    p.grad = torch.eye(3)
+    optimizer.step()
+    optimizer.param_groups = [dict(optimizer.param_groups[0])]
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = p.detach().clone()
+    optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_a_vector_that_was_a_matrix_keeps_its_moment_through_restackings():
+    p, other = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(5))
+    optimizer = rpt.RPT([p], 1e-3, thin_as_vector=False)
+    for t in range(6):
+        p.grad = torch.randn(1, 6)
+        if t == 2:
+            optimizer.param_groups[0]["thin_as_vector"] = True
+        if t == 4:
+            optimizer.add_param_group({"params": [other]})
+            optimizer.param_groups[0]["stacked"] = True  # every stack is built anew
+        optimizer.step()
+    assert int(optimizer.state[p]["metric_start"]) == 2
+    assert "last_root_step" not in optimizer.state[p]
