@@ -4,7 +4,7 @@
 
 A small plain GPT (0.36 M parameters) on the source text of Python's standard library, trained twice from
 the same start on the same batches: with `torch.optim.AdamW`, and with the three lines that are
-marked. Printed: the loss on held-out files, the seconds, and what one step cost.
+marked. Printed: the loss on held-out files, the seconds of processor time, and what one step cost.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def loss_on(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
 
 
 def train(use_rpt: bool, steps: int, lr: float) -> tuple[float, float]:
-    """The held-out loss at the end, and the seconds that training took."""
+    """The held-out loss at the end, and the seconds of the processor that training took."""
     corpus = load_corpus()
     torch.manual_seed(0)
     model = LanguageModel(VOCABULARY_SIZE, CONTEXT)
@@ -40,14 +40,14 @@ def train(use_rpt: bool, steps: int, lr: float) -> tuple[float, float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(steps):
         starts = torch.randint(len(corpus.train) - CONTEXT, (BATCH,))
         optimizer.zero_grad()
         loss_on(model, corpus.train, starts).backward()
         optimizer.step()
         schedule.step()
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     with torch.no_grad():
         starts = torch.linspace(0, len(corpus.validation) - CONTEXT - 1, 200).long()
         return loss_on(model, corpus.validation, starts).item(), seconds
