@@ -104,6 +104,10 @@ class Ownership(Protocol):
         """What to compute here, part by part, with gradients of whole parameters, plain tensors."""
         ...
 
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """‖W‖ of whole parameters that are being computed here, (k,)."""
+        ...
+
     def deliver(
         self,
         parameters: Sequence[Tensor],
@@ -147,6 +151,9 @@ class SingleProcess:
 
     def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
         yield list(live)
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        return weight_norms(parameters)
 
     def deliver(
         self,
@@ -210,6 +217,14 @@ def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
     lows, highs = zip(*(torch.aminmax(gradient) for gradient in gradients), strict=True)
     low = torch.stack([value.to(device, dtype) for value in lows])
     return torch.maximum(-low, torch.stack([value.to(device, dtype) for value in highs]))
+
+
+def weight_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """‖W‖ of each, (k,), in float32 or the parameters' float64: half precision would overflow."""
+    dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+    if parameters[0].device.type == "cpu":
+        return torch.stack([torch.linalg.vector_norm(p, dtype=dtype) for p in parameters])
+    return torch.stack(torch._foreach_norm(list(parameters), 2, dtype=dtype))
 
 
 def is_sharded(parameter: Tensor) -> bool:

@@ -66,15 +66,17 @@ class StackRegistry:
         shelves: dict[_Key, list[tuple[int, Tensor]]] = {}
         seen: Counter[tuple[_Key, bool]] = Counter()
         for key, parameter in _choose(groups, backend):
-            kind = key, _is_vector(parameter)
+            vector = _is_vector(groups[key.group], parameter)
+            kind = key, vector
             if id(parameter) in taking_part:
                 shelves.setdefault(key, []).append((seen[kind], parameter))
             seen[kind] += 1
         self.forget()
         self._groups = described
         for key, members in shelves.items():
-            members.sort(key=lambda member: _is_vector(member[1]))
-            group, parameters = groups[key.group], [parameter for _, parameter in members]
+            group = groups[key.group]
+            members.sort(key=lambda member: _is_vector(groups[key.group], member[1]))
+            parameters = [parameter for _, parameter in members]
             roots = backend(group["roots"]) if key.is_matrix else None
             if roots is not None and group["root_drift_threshold"] is None:
                 roots = roots.without_drift()
@@ -86,6 +88,7 @@ class StackRegistry:
                 polar_prior=group["polar_prior"],
                 shape=key.shape,
                 ordinals=[ordinal for ordinal, _ in members],
+                thin_as_vector=group["thin_as_vector"],
                 capturable=group["capturable"],
             )
             for i, parameter in enumerate(parameters):
@@ -96,8 +99,8 @@ class StackRegistry:
                 self._facts[id(parameter)] = _facts(key.group, parameter)
 
 
-def _is_vector(parameter: Tensor) -> bool:
-    return matrix_shape(parameter) is None
+def _is_vector(group: Mapping[str, Any], parameter: Tensor) -> bool:
+    return matrix_shape(parameter, group["thin_as_vector"]) is None
 
 
 class _Key(NamedTuple):
@@ -125,7 +128,8 @@ def _facts(index: int, parameter: Tensor) -> tuple[Any, ...]:
 def _group_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What about a group decides its stacks; compared in every step."""
     by_age = group["root_drift_threshold"] is None
-    return group["roots"], by_age, group["capturable"], [id(p) for p in group["params"]]
+    ids = [id(p) for p in group["params"]]
+    return group["roots"], by_age, group["capturable"], group["thin_as_vector"], ids
 
 
 def _choose(
@@ -138,7 +142,7 @@ def _choose(
                 g,
                 compute_dtype(parameter),
                 parameter.device,
-                (shape := matrix_shape(parameter)) is not None,
+                (shape := matrix_shape(parameter, groups[g]["thin_as_vector"])) is not None,
                 shape or (1, vector_length_class(parameter.numel())),
             ),
             parameter,

@@ -159,7 +159,7 @@ def planned_item(
 ) -> Item:
     """A parameter as the planner sees it; `parameter` may be on the meta device."""
     dtype = compute_dtype(parameter)
-    shape = matrix_shape(parameter)
+    shape = matrix_shape(parameter, options["thin_as_vector"])
     nbytes = parameter.numel() * dtype.itemsize
     if shape is None:
         key = (g, dtype, vector_length_class(parameter.numel()))

@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
-from ..ownership import Agreement, Live, Outcome, StepSize, apply_updates
+from ..ownership import (
+    Agreement,
+    Live,
+    Outcome,
+    StepSize,
+    apply_updates,
+    is_sharded,
+    weight_norms,
+)
 from ..update import Step
 from .agreement import exchange_findings
 from .handshake import rendezvous
@@ -117,6 +125,10 @@ class OwnerRanks(_Ranks):
         team = self.team_of[id(parameter)]
         return team.owns(team.position[id(parameter)])
 
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Those of sharded weights came with their gradients."""
+        return self.team_of[id(parameters[0])].weight_norms(parameters)
+
     @property
     def owners(self) -> dict[int, int]:
         """By id of a parameter the rank, in its team, that owns it."""
@@ -214,6 +226,11 @@ class ReplicatedRanks(_Ranks):
 
     def owns(self, parameter: Tensor) -> bool:
         return True
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """A collective where they are sharded, in the same order on every rank."""
+        whole = [p.full_tensor() if is_sharded(p) else p for p in parameters]  # type: ignore[operator]
+        return weight_norms(whole)
 
     def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
         out = []

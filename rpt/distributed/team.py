@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from rpt.observers.staging import Committed
 
 from ..engine import step_size
-from ..ownership import Live, StepSize, apply_updates
-from ..stack import compute_dtype
+from ..ownership import Live, StepSize, apply_updates, weight_norms
+from ..stack import compute_dtype, matrix_shape
 from .exchange import Exchange, Parcel, communication_device
 from .holding import Holding
 from .layout import box_numel, box_shape, box_slices
@@ -30,6 +30,8 @@ SCALARS = (
     "frame_coherence",
     "axial_closure",
     "gradient_alignment",
+    "step_signal",
+    "step_capped",
     "root_condition",
     "root_failures",
 )
@@ -69,6 +71,7 @@ class Team:
         self._laid_out: set[int] = set()
         self._facts = torch.zeros(len(members), len(FACTS), dtype=torch.float64, device=self.device)
         self._columns: dict[str, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
         # Records whose small numbers are views of the columns; a load replaces them.
         self._linked: dict[int, dict[str, Any]] = {}
         buckets = range(plan.buckets)
@@ -101,6 +104,11 @@ class Team:
                     outgoing.append(Parcel(owner, i, box_shape(box), dtype))
                 if owner == self.rank:
                     incoming.append(Parcel(source, i, box_shape(box), dtype))
+                # Beside each piece of the gradient, the length of that piece of the weight.
+                if source == self.rank:
+                    outgoing.append(Parcel(owner, ("norm", i), (), torch.float64))
+                if owner == self.rank:
+                    incoming.append(Parcel(source, ("norm", i), (), torch.float64))
         return Exchange(outgoing, incoming, self.group, self.device)
 
     def _delivering(self, bucket: int) -> Exchange:
@@ -151,6 +159,8 @@ class Team:
                 continue
             if holding.source(box, owner) == self.rank and box_numel(box):
                 exchange.outgoing(owner, i).copy_(holding.local(self.live[i][2]))
+                length = weight_norms([holding.local(holding.parameter)])
+                exchange.outgoing(owner, ("norm", i)).copy_(length[0])
         exchange.launch()
 
     def portion(self, bucket: int) -> list[Live]:
@@ -172,13 +182,31 @@ class Team:
         if not holding.sharded:
             return local
         whole = local.new_empty(tuple(holding.global_shape()))
+        squares = []
         for box in dict.fromkeys(holding.boxes):
             if not box_numel(box):
                 continue
             source = holding.source(box, self.rank)
             piece = local if source == self.rank else self._gathers[bucket].incoming(source, i)
             whole[box_slices(box)].copy_(piece)
+            if source == self.rank:
+                length = weight_norms([holding.local(holding.parameter)])[0].double()
+            else:
+                length = self._gathers[bucket].incoming(source, ("norm", i)).to(local.device)
+            squares.append(length * length)
+        self._norms[i] = torch.stack(squares).sum().sqrt() if squares else local.new_zeros(())
         return whole
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """‖W‖ of whole parameters of the present bucket, (k,)."""
+        lengths = []
+        for parameter in parameters:
+            i = self.position[id(parameter)]
+            if self.members[i][1].sharded:
+                lengths.append(self._norms[i])
+            else:
+                lengths.append(weight_norms([self.members[i][1].local(parameter)])[0])
+        return torch.stack([length.to(compute_dtype(parameters[0])) for length in lengths])
 
     def accept(
         self,
@@ -322,7 +350,8 @@ class Team:
         for i in remote:
             record = self.optimizer.state[self.parameters[i]]
             record["step"] = record.get("step", 0) + 1
-            matrix = self.parameters[i].ndim >= 2
+            thin_as_vector = self.optimizer.param_groups[self.members[i][0]]["thin_as_vector"]
+            matrix = matrix_shape(self.parameters[i], thin_as_vector) is not None
             seen = self.parameters[i] in observed.ranks or observed.global_rank is not None
             record["observations"] = record.get("observations", 0) + (matrix and seen)
             record.setdefault("skipped", 0)
