@@ -43,14 +43,30 @@ SOURCE = re.compile(r"^<!-- source: (.+) -->$", re.MULTILINE)
 _assembled: tempfile.TemporaryDirectory[str] | None = None
 
 
+def tree_of(path: Path) -> ast.Module:
+    file = path / "__init__.py" if path.is_dir() else path
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def public_names(package: str) -> list[str]:
     """What `__all__` of a package says, read without importing it."""
-    path = ROOT / PACKAGES[package]
-    tree = ast.parse((path / "__init__.py" if path.is_dir() else path).read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in tree_of(ROOT / PACKAGES[package]).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return list(ast.literal_eval(node.value))
+            return sorted(ast.literal_eval(node.value), key=str.lower)
     raise LookupError(f"{package} has no __all__")
+
+
+def identifier(package: str, name: str, path: Path | None = None) -> str:
+    """`package.name`; where a module has that name too, the name inside the module that defines it."""
+    path = path or ROOT / PACKAGES[package]
+    if not (path / f"{name}.py").is_file() and not (path / name).is_dir():
+        return f"{package}.{name}"
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
+            module = path.joinpath(*str(node.module).split("."))
+            inside = f"{package}.{node.module}"
+            return identifier(inside, name, module) if module.is_dir() else f"{inside}.{name}"
+    return f"{package}.{name}"
 
 
 @event_priority(100)  # before mkdocstrings reads its own settings
@@ -76,9 +92,8 @@ def on_files(files: Any, config: Any) -> Any:
     for package in PACKAGES:
         parts = [f"# {package}\n", f"::: {package}\n    options:\n      members: []\n"]
         parts[1] += "      show_root_heading: false\n"
-        parts += [
-            f"::: {package}.{name}\n" for name in sorted(public_names(package), key=str.lower)
-        ]
+        options = "    options:\n      inherited_members: true\n" if package == "rpt" else ""
+        parts += [f"::: {identifier(package, name)}\n{options}" for name in public_names(package)]
         files.append(File.generated(config, f"reference/{package}.md", content="\n".join(parts)))
     return files
 
@@ -93,6 +108,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
+    """No public name may be missing from the reference."""
+    for package in PACKAGES:
+        page = (Path(config.site_dir) / "reference" / f"{package}.html").read_text(encoding="utf-8")
+        names = [identifier(package, name) for name in public_names(package)]
+        missing = [name for name in names if f'id="{name}"' not in page]
+        if missing:
+            raise LookupError(f"the reference of {package} lacks {', '.join(missing)}")
     if _assembled is not None:
         _assembled.cleanup()
 
