@@ -35,7 +35,9 @@ def transport_of(optimizer: Any) -> ResidualPolarTransport:
     return inner
 
 
-def telemetry_scalars(optimizer: Any, prefix: str = "rpt/") -> dict[str, float]:
+def telemetry_scalars(
+    optimizer: Any, prefix: str = "rpt/", *, parameters: bool = False
+) -> dict[str, float]:
     """Telemetry as {prefix + name: number}, which every logger takes.
 
     `wandb.log(telemetry_scalars(optimizer), step=step)`; the same for MLflow, a CSV file, or a print.
@@ -44,36 +46,40 @@ def telemetry_scalars(optimizer: Any, prefix: str = "rpt/") -> dict[str, float]:
     Args:
         optimizer: the optimizer, or a trainer's wrapper of it.
         prefix: put in front of every name.
+        parameters: also each parameter's own numbers, `prefix + "layer.weight/polar_weight"`; else only those
+            of all together, `prefix + "polar_weight"`.
 
     Raises:
         TypeError: no `ResidualPolarTransport` inside.
     """
-    return _prefixed(transport_of(optimizer).telemetry(), prefix)
+    return _flat(transport_of(optimizer).telemetry(), prefix, parameters)
 
 
-def write_tensorboard(writer: Any, optimizer: Any, step: int, prefix: str = "rpt/") -> None:
+def write_tensorboard(
+    writer: Any, optimizer: Any, step: int, prefix: str = "rpt/", *, parameters: bool = False
+) -> None:
     """One point of every scalar, and histograms over the matrices of weight, rank and age of roots.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`, or what has its `add_scalar` and `add_histogram`.
         optimizer: the optimizer, or a trainer's wrapper of it.
         step: the abscissa.
-        prefix: put in front of every name.
+        prefix, parameters: as in `telemetry_scalars`.
 
     Raises:
         TypeError: no `ResidualPolarTransport` inside.
     """
     telemetry = transport_of(optimizer).telemetry()
-    for name, value in _prefixed(telemetry, prefix).items():
+    for name, value in _flat(telemetry, prefix, parameters).items():
         writer.add_scalar(name, value, step)
-    matrices = [e for e in telemetry["parameters"].values() if e["root_refreshes"] > 0]
-    for name in _HISTOGRAMS if matrices else ():
-        values = torch.tensor([float(entry[name]) for entry in matrices])
-        writer.add_histogram(f"{prefix}matrices/{name}", values, step)
+    entries = telemetry["parameters"].values()
+    for name in _HISTOGRAMS:
+        values = [float(entry[name]) for entry in entries if name in entry]
+        if values:
+            writer.add_histogram(f"{prefix}matrices/{name}", torch.tensor(values), step)
 
 
-def _prefixed(telemetry: Telemetry, prefix: str) -> dict[str, float]:
-    flat: dict[str, float] = (
-        telemetry.scalars() if hasattr(telemetry, "scalars") else telemetry["total"]
-    )
-    return {f"{prefix}{name}": float(value) for name, value in flat.items()}
+def _flat(telemetry: Telemetry, prefix: str, parameters: bool) -> dict[str, float]:
+    flat = telemetry.scalars()
+    names = [name for name in flat if parameters or name.startswith("total/")]
+    return {prefix + name.removeprefix("total/"): flat[name] for name in names}

@@ -33,6 +33,10 @@ def test_scalars_are_plain_finite_numbers_under_one_prefix(trained):
     assert all(type(value) is float for value in numbers.values())
     assert all(name.startswith("opt.") for name in numbers)
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+    assert "opt.polar_weight" in numbers
+    each = telemetry_scalars(trained, "opt.", parameters=True)
+    assert numbers.items() <= each.items()
+    assert each["opt.0.weight/polar_weight"] == 1.0
 
 
 def test_the_wrong_optimizer_is_named():
