@@ -30,6 +30,7 @@ __all__ = [
     "StepSize",
     "apply_updates",
     "choose_ownership",
+    "holds_state",
     "is_sharded",
     "largest_entries",
 ]
@@ -230,6 +231,12 @@ def weight_norms(parameters: Sequence[Tensor]) -> Tensor:
 def is_sharded(parameter: Tensor) -> bool:
     """Whether it is a DTensor; asked by attribute, so that DTensor need not be imported."""
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "full_tensor")
+
+
+def holds_state(record: Mapping[str, Any]) -> bool:
+    """Whether a parameter's record is its state: on ranks that do not own it, large tensors are empty."""
+    momentum = record.get("momentum")
+    return isinstance(momentum, Tensor) and momentum.numel() > 0
 
 
 def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize) -> None:

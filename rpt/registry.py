@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .ownership import holds_state
 from .roots import RootBackend
 from .stack import Stack, compute_dtype, matrix_shape
 from .stacking import host_layout, matrix_layouts, vector_layouts, vector_length_class
@@ -62,7 +63,7 @@ class StackRegistry:
         if settled:
             return
         taking_part = {id(p) for _, p in live}
-        taking_part |= {id(p) for _, p in _members(groups) if "momentum" in state.get(p, {})}
+        taking_part |= {id(p) for _, p in _members(groups) if holds_state(state.get(p, {}))}
         shelves: dict[_Key, list[tuple[int, Tensor]]] = {}
         seen: Counter[tuple[_Key, bool]] = Counter()
         for key, parameter in _choose(groups, backend):

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
 from ..engine import step_size
+from ..manifold import manifold_of
 from ..ownership import Live, StepSize, apply_updates, weight_norms
 from ..stack import compute_dtype, matrix_shape
-from .exchange import Exchange, Parcel, communication_device
-from .holding import Holding
-from .layout import box_numel, box_shape, box_slices
-from .planner import Plan
+from .holding import Holding, box_numel, box_shape, box_slices
+from .plan import Plan
+from .wire import Exchange, Parcel, communication_device
 
 __all__ = ["SCALARS", "Team"]
 
@@ -58,7 +57,7 @@ class Team:
         members: Sequence[tuple[int, Holding]],
         plan: Plan,
         group: dist.ProcessGroup,
-        optimizer: Optimizer,
+        optimizer: Any,
     ) -> None:
         self.members, self.plan, self.group = list(members), plan, group
         self.optimizer = optimizer
@@ -74,13 +73,23 @@ class Team:
         self._norms: dict[int, Tensor] = {}
         # Records whose small numbers are views of the columns; a load replaces them.
         self._linked: dict[int, dict[str, Any]] = {}
+        # Parameters whose owners have told the others what their records hold.
+        self.announced: set[int] = set()
         buckets = range(plan.buckets)
-        self._inside = [[i for i, b in enumerate(plan.bucket) if b == k] for k in buckets]
+        # Points on a manifold do not travel: every rank steps those that it holds.
+        flat = [i for i, p in enumerate(self.parameters) if manifold_of(p) is None]
+        self._inside = [[i for i in flat if plan.bucket[i] == k] for k in buckets]
         self._gathers = [self._gathering(k) for k in buckets]
         self._deliveries = [self._delivering(k) for k in buckets]
 
     def owns(self, index: int) -> bool:
         return self.plan.owner[index] == self.rank
+
+    def name(self, index: int) -> str:
+        """How messages call a parameter."""
+        g, parameter = self.members[index][0], self.parameters[index]
+        among = self.optimizer.param_groups[g]["params"]
+        return self.optimizer.parameter_name(g, [id(p) for p in among].index(id(parameter)))
 
     @property
     def wire_bytes(self) -> int:
@@ -357,7 +366,8 @@ class Team:
             record.setdefault("skipped", 0)
             if self._linked.get(i) is not record:
                 for key in SCALARS:
-                    record[key] = self._columns[key][i]
+                    if matrix or not key.startswith("root_"):
+                        record[key] = self._columns[key][i]
                 if matrix:
                     record.setdefault("last_root_step", 0)
                     record.setdefault("root_refreshes", 0)
