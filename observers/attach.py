@@ -113,7 +113,7 @@ class Attachment:
     def ages(self) -> dict[Tensor, int]:
         """Steps since each observed parameter's last measurement, for checkpoints.
 
-        None where the caller decides when to measure.
+        Empty where the caller decides when to measure.
         """
         return {} if isinstance(self.observer, ExplicitObserver) else self._cadence.ages()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ __all__ = ["warn"]
 
 _HERE = Path(__file__).parent
 _INSIDE = tuple(
-    f"{folder}/"
+    f"{folder}{os.sep}"
     for folder in (
         _HERE,
         _HERE.with_name("geometry"),

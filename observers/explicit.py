@@ -73,9 +73,11 @@ def _check_widths(read: int, written: int, parameter: Tensor) -> None:
     if parameter.ndim < 2:
         return
     rows = parameter.shape[0]
-    # The matrix view, and for a stack of matrices each of them; (in, out) layers exist, too.
-    sides = {rows, parameter.numel() // max(rows, 1)}
-    if {read, written} not in (sides, set(parameter.shape[-2:])):
+    # The matrix view, or each matrix of a stack; layers of weight (in, out) exist, too.
+    fitting = [{rows, parameter.numel() // max(rows, 1)}]
+    if parameter.ndim == 3:
+        fitting.append(set(parameter.shape[1:]))
+    if {read, written} not in fitting:
         raise ValueError(
             f"activations of width {read} and residuals of width {written} are not what a weight "
             f"{tuple(parameter.shape)} reads and writes: pass its own input and its output's "

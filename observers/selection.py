@@ -98,7 +98,7 @@ def select_sites(
         raise ValueError("pass sites= or module_filter=, not both")
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     mine = {id(parameter) for parameter in owned}
-    fused = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    fused = {id(m.out_proj) for m in model.modules() if _is_fused_attention(m)}
     chosen: list[nn.Module]
     if sites is not None:
         sites = _as_list(sites)
@@ -174,7 +174,7 @@ def _candidates(model: nn.Module, left_out: dict[str, list[str]]) -> str:
     if not found:
         convolutions = []
         for name, module in model.named_modules():
-            if isinstance(module, nn.MultiheadAttention):
+            if _is_fused_attention(module):
                 inner = f"{name}.out_proj" if name else "out_proj"
                 found.append(f"{inner!r}, but {_FUSED}")
             elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
@@ -188,6 +188,12 @@ def _candidates(model: nn.Module, left_out: dict[str, list[str]]) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def _is_fused_attention(module: nn.Module) -> bool:
+    """Whether it is torch's attention, with torch's own forward."""
+    fused = nn.MultiheadAttention
+    return isinstance(module, fused) and type(module).forward is fused.forward
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -94,9 +94,12 @@ class TapSite:
         Args:
             sketched: What `sketch_activations` made of the activations.
             cotangents: The output's.
-            weight: What the layer computed with: its parameter, or under FSDP2 the stand-in.
+            weight: What the layer computed with, where it is known: its parameter, or under FSDP2
+                the stand-in, which a compiled graph does not tell.
         """
-        path = _gradient_path(self.parameter if weight is None else weight)
+        if weight is None and not self.sharded:
+            weight = self.parameter
+        path = "grad" if weight is None else _gradient_path(weight)
         if path is None or _batched(cotangents):
             return
         cotangents = _whole(cotangents)
@@ -259,6 +262,8 @@ class ForwardTap:
         if not compiling:
             self.site.stage.settle()
             if not self.site.active or torch._C._are_functorch_transforms_active():
+                return None
+            if torch.autograd.forward_ad._current_level >= 0:  # Tangents have no backward.
                 return None
             # torch.func.functional_call lends the layer other weights.
             if weight is not self.site.parameter and not self.site.sharded:

@@ -50,7 +50,7 @@ def matched_by_name(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, An
 
 
 def _named(groups: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Any]:
-    """Parameters by name, or by group and name where a name occurs twice; {} where one has none."""
+    """Parameters by name, or by group and name where groups share one; {} where that is not unique."""
     named = [
         (g, canonical_name(name), parameter)
         for g, group in enumerate(groups)
@@ -61,7 +61,8 @@ def _named(groups: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Any]:
     if not all(name for _, name, _ in named):
         return {}
     unique = len({name for _, name, _ in named}) == len(named)
-    return {(name,) if unique else (g, name): parameter for g, name, parameter in named}
+    found = {(name,) if unique else (g, name): parameter for g, name, parameter in named}
+    return found if len(found) == len(named) else {}
 
 
 def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:

@@ -77,6 +77,11 @@ def unfrozen_before_the_backward(call, model):
     loss.backward()
 
 
+def forward_mode(call, model):
+    with torch.autograd.forward_ad.dual_level():
+        model(torch.autograd.forward_ad.make_dual(batch(9), batch(8)))
+
+
 def other_weights(call, model):
     teacher = {name: nn.Parameter(p.detach() * 2) for name, p in model.named_parameters()}
     torch.func.functional_call(model, teacher, (batch(9),)).square().sum().backward()
@@ -95,6 +100,7 @@ INTERLUDES = [
     frozen_from_the_start,
     frozen_before_the_backward,
     unfrozen_before_the_backward,
+    forward_mode,
     other_weights,
     weights_gradient_for_the_log,
 ]
@@ -519,6 +525,8 @@ def test_widths_that_do_not_fit_the_named_weight_are_refused():
     ours(torch.randn(9, 6), torch.randn(9, 10), weights)
     ours(torch.randn(9, 12), torch.randn(9, 4), model[1].weight)
     ours(torch.randn(9, 5), torch.randn(9, 7))
+    with pytest.raises(ValueError, match="width 2"):
+        ours(torch.randn(9, 2), torch.randn(9, 2), model[1].weight)
     for weight in [*weights, model[1].weight]:
         before = len(optimizer._stage)
         with pytest.raises(ValueError, match=r"width 6 .* width 9 .* weight \("):
@@ -685,6 +693,29 @@ def test_wrappers_do_not_change_a_name():
     other.load_state_dict(plain.state_dict())
     for p in model.parameters():
         assert torch.equal(other.state[p]["momentum"], plain.state[p]["momentum"])
+
+
+def test_names_that_occur_twice_match_within_their_group():
+    """Case 40: two models in two groups share their names; twice in one group, they say nothing."""
+    nets = [two_layers(0), two_layers(1)]
+    groups = [{"params": list(net.named_parameters())} for net in nets]
+    turned = [{"params": list(net.named_parameters())[::-1]} for net in nets]
+    whole, other = ResidualPolarTransport(groups), ResidualPolarTransport(turned)
+    for seed, net in enumerate(nets):
+        give(net, seed)
+    whole.step()
+    other.load_state_dict(whole.state_dict())
+    for p in (*nets[0].parameters(), *nets[1].parameters()):
+        assert torch.equal(other.state[p]["momentum"], whole.state[p]["momentum"])
+    weights = [("weight", net[0].weight) for net in nets]
+    one, two = ResidualPolarTransport(weights), ResidualPolarTransport(weights[::-1])
+    one.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.load_state_dict(one.state_dict())
+    assert torch.equal(
+        two.state[nets[1][0].weight]["momentum"], one.state[nets[0][0].weight]["momentum"]
+    )
 
 
 def test_names_that_differ_are_warned_of():

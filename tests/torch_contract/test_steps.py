@@ -81,6 +81,9 @@ def test_a_step_without_gradients_changes_nothing(build, state):
         run(optimizer, parameters, 2)
     before, kept = values(parameters), optimizer.state_dict()["state"]
     kept = {key: dict(record) for key, record in kept.items()}
+    if state:
+        optimizer.zero_grad(set_to_none=False)
+        assert all(not p.grad.any() for p in parameters)
     optimizer.zero_grad()
     assert all(p.grad is None for p in parameters)
     optimizer.step()
@@ -124,8 +127,9 @@ def test_gradients_are_read_only(build):
     optimizer = build(parameters)
     fill_gradients(parameters, 0)
     before = [p.grad for p in parameters]
-    copies = [g.clone() for g in before]
+    copies, versions = [g.clone() for g in before], [g._version for g in before]
     optimizer.step()
+    assert [g._version for g in before] == versions
     assert all(p.grad is g for p, g in zip(parameters, before, strict=True))
     assert same(before, copies)
 
