@@ -100,11 +100,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Put code where a page names its source, and turn the links of the pages of this folder."""
-    markdown = SOURCE.sub(lambda found: listing(found[1].split()), markdown)
     source = page.file.src_uri
     if source in ROOT_PAGES.values() or source.startswith("reference/"):
         return markdown
-    return turn_links(markdown, f"docs/{source}", source)
+    markdown = turn_links(markdown, f"docs/{source}", source)
+    return SOURCE.sub(lambda found: listing(found[1].split()), markdown)
 
 
 def on_post_build(config: Any) -> None:
