@@ -70,7 +70,7 @@ class ObservingOptimizer(Optimizer):
             replacing=self._attachment,
         )
         self._bereft = False
-        names = {p: canonical_name(name) for name, p in model.named_parameters()}
+        names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
         self._names |= {p: names[p] for p in self._all_parameters() if p in names}
         self._restore_observation_ages()
         return [name for name, *_ in self._attachment.sites]

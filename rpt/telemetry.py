@@ -85,8 +85,10 @@ class Telemetry(dict[str, Any]):
         ("failed", "root_failures", "d", "decompositions that failed and left the old root"),
         ("skipped", "skipped", "d", "steps left out for a gradient that was not finite"),
     )
-    _OF_MATRICES = ("residual_entropy_rank", "polar_weight", "root_age", "root_refreshes")
-    _OF_MATRICES += ("root_condition", "root_failures")
+    _OF_MATRICES = (
+        *("residual_entropy_rank", "polar_weight"),
+        *("root_age", "root_refreshes", "root_condition", "root_failures"),
+    )
 
     def __str__(self) -> str:
         width = max([len(name) for name in self["parameters"]] + [len("parameter")])
