@@ -109,7 +109,9 @@ def select_sites(
         chosen = [m for m in hits if matrix_parameter(m) is not None or unobservable_matrix(m)]
         if not chosen:
             raise ValueError("module_filter selected no layer with a weight matrix")
-        chosen = [module for module in chosen if id(module) not in fused]
+        # A filter on nn.Linear does not mean those inside fused attention; where it selects nothing
+        # else it does, and the step says that they stayed silent.
+        chosen = [module for module in chosen if id(module) not in fused] or chosen
     else:
         declared = declared_sites(model)
         if declared == []:
@@ -122,7 +124,8 @@ def select_sites(
         if id(module) not in names:
             raise ValueError(f"site {module} is not a module of the model that is attached")
         name = names[id(module)]
-        reason = _FUSED if id(module) in fused else unobservable(module)
+        by_name = module_filter is None
+        reason = _FUSED if by_name and id(module) in fused else unobservable(module)
         if reason is not None:
             raise ValueError(f"cannot observe {name!r} ({type(module).__name__}): {reason}")
         parameter = matrix_parameter(module)
