@@ -185,7 +185,8 @@ def _require(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"the demonstration needs {' and '.join(missing)}: pip install -e '.[demo]'"
+            f"the demonstration needs {' and '.join(missing)}: "
+            "pip install 'residual-polar-transport[demo]'"
         )
 
 
