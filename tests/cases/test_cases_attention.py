@@ -19,11 +19,11 @@ from rpt.geometry.rt_filter import (
 from rpt.geometry.rt_filter.transport import check_times, relative_times
 
 LAYERS = {
-    "polar": lambda **o: PolarAttention(8, 2, head_dim=2, causal=False, **o),
-    "polar, exact": lambda **o: PolarAttention(8, 2, directional="exact", causal=False, **o),
-    "polar, Bayesian gain": lambda **o: PolarAttention(8, 2, gain="bayes", causal=False, **o),
-    "standard": lambda **o: PolarAttention.standard(8, 2, causal=False, **o),
-    "robust filter": lambda **o: RobustFilterAttention(8, 2, causal=False, **o),
+    "polar": lambda **o: PolarAttention(8, 2, head_dim=2, is_causal=False, **o),
+    "polar, exact": lambda **o: PolarAttention(8, 2, directional="exact", is_causal=False, **o),
+    "polar, Bayesian gain": lambda **o: PolarAttention(8, 2, gain="bayes", is_causal=False, **o),
+    "standard": lambda **o: PolarAttention.standard(8, 2, is_causal=False, **o),
+    "robust filter": lambda **o: RobustFilterAttention(8, 2, is_causal=False, **o),
 }
 BACKENDS = ["auto", "dense", "chunked"]
 
