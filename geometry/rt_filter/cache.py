@@ -44,7 +44,7 @@ class FilterCache:
     @property
     def origin(self) -> Tensor | None:
         """The first time of each sequence, (1 or batch, 1), from which angles are counted."""
-        return None if self.times is None else self.times[:, :1]
+        return self.times[:, :1] if self.times is not None and self.length else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is committed, as constants without a gradient."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..checks import check_choice, check_count, check_number
 from .logits import PolarSettings
-from .model import multiply_by_i, unit_direction
+from .model import inner_product, multiply_by_i, unit_direction
 from .parameters import FilterScalars
 from .paths.dense import PolarEstimate, PolarInputs, polar_estimate
 from .robust import robust_filter_estimate
@@ -279,12 +279,10 @@ def rt_filter(
 
 def _nearest_phase(base: Tensor, point: Tensor) -> Tensor:
     """Turn `point` by the phase that makes base†point real and positive: 1 − |u†v|² ignores it."""
-    real = (base * point).sum(-1, keepdim=True)
-    imaginary = -(base * multiply_by_i(point)).sum(-1, keepdim=True)
-    size = torch.sqrt(real * real + imaginary * imaginary)
-    safe = size.clamp_min(torch.finfo(base.dtype).tiny)
-    turned = (real * point - imaginary * multiply_by_i(point)) / safe
-    return torch.where(size > 0, turned, point)
+    real, imaginary = inner_product(base, point)
+    size, phase = unit_direction(torch.stack((real, imaginary), -1))
+    turned = phase[..., :1] * point - phase[..., 1:] * multiply_by_i(point)
+    return torch.where(size.unsqueeze(-1) > 0, turned, point)
 
 
 def isotropic_filter(

@@ -129,7 +129,8 @@ def _cross_stream(
         if padding is not None:
             theirs = _fill_padded_times(theirs, padding, None)
         ahead = None
-    key_times, origin = relative_times(theirs)
+    origin = (theirs if keys else own)[:, :1]
+    key_times, _ = relative_times(theirs, origin)
     query_times, _ = relative_times(own, origin)
     return TokenStream(
         Visibility(query_times, key_times, causal, times is None, padding),

@@ -105,7 +105,9 @@ def test_case_25_what_is_masked_never_leaks(layer, backend, bad):
     late[:, 3] = bad
     for call in ({"causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}):
         y = attention(late, **call)
-        torch.testing.assert_close(y[:, :3], attention(x, causal=True)[:, :3], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            y[:, :3], attention(x, is_causal=True)[:, :3], rtol=1e-6, atol=1e-6
+        )
         assert torch.isnan(y[:, 3:]).all()
 
 

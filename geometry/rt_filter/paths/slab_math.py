@@ -21,8 +21,8 @@ from .slab_tables import MASKED, GridTables, LagValues, Scratch, Slab, TimeTable
 
 __all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab", "multiply_rows"]
 
-SLAB_ELEMENTS = 2**19
-MAX_SLICE = 128
+SLAB_ELEMENTS = 2**17
+MAX_SLICE = 64
 
 EXPONENTIAL, RADIAL, SHARED = 1, 2, 4
 TEMPERATURE, EXPONENT, RADIAL_EXPONENT = range(3)
@@ -72,7 +72,7 @@ def _slabs(heads: int, batch: int, queries: int, keys: int, source: Sources) -> 
             slice(start, min(start + length, queries)),
             max(1, see),
             queries - min(start + length, queries),
-            max(1, see) > all_see,
+            all_see,
         )
         for head in range(0, heads, group)
         for start, see, all_see in zip(starts, seen, whole, strict=True)
@@ -200,7 +200,7 @@ def forward_slab(work: Work, slab: Slab) -> Intermediates:
         torch.mul(kappa, lags.ratio, out=log_kappa).log2_()
         torch.mul(log_kappa, work.octave(TEMPERATURE, slab), out=logits)
         if lags.hidden is not None:
-            logits.masked_fill_(lags.hidden, MASKED)
+            logits[..., slab.whole :].masked_fill_(lags.hidden, MASKED)
     else:
         assert lags.log_ratio is not None
         torch.log2(kappa, out=log_kappa)

@@ -27,21 +27,22 @@ MU, KEY_T, ADD_T, QUERY_T, FLOOR, SCALE, KEY_R, ADD_R, QUERY_R, NU_R = range(10)
 class Slab(NamedTuple):
     """One group of heads and one slice of queries, all sizes (group, batch, slice, keys).
 
-    diagonal: whether some of the keys may lie after some of the queries.
+    whole: how many of the first keys every one of the queries can see.
     """
 
     heads: slice
     queries: slice
     keys: int
     table_offset: int
-    diagonal: bool = True
+    whole: int
 
 
 class LagValues(NamedTuple):
     """Tables of one slab, each broadcastable to (group, batch, slice, keys).
 
     k = slope·m² + offset; the directional logit has β log(k·ratio), on the grid as β log k +
-    log_ratio; log_rho and rho enter the radial one. hidden: pairs to mask, where the tables do not.
+    log_ratio; log_rho and rho enter the radial one. hidden: pairs to mask among the last keys, where the
+    tables do not.
     """
 
     slope: Tensor
@@ -161,7 +162,7 @@ class TimeTables:
         total = self.query_times.shape[1]
         rows = slice(total - slab.queries.stop, total - slab.queries.start)
         gap = self.query_times[:, rows, None] - self.key_times[:, None, : slab.keys]
-        hidden = gap < 0 if self.causal and slab.diagonal else None
+        hidden = gap[..., slab.whole :] < 0 if self.causal else None
         lag = (gap.clamp_(min=0.0) if self.causal else gap.abs_()).to(self.numbers.dtype)
         shape = (slab.heads.stop - slab.heads.start, *lag.shape)
         names = ("decay", "squared", "tangential", "inverse", "slope", "offset", "ratio",
@@ -186,7 +187,7 @@ class TimeTables:
             torch.log2(radial, out=log_rho).mul_(-math.log(2.0))
             torch.addcmul(nu * self._number(QUERY_R, slab), radial, nu, out=rho).reciprocal_()
             if hidden is not None:
-                log_rho.masked_fill_(hidden, MASKED)
+                log_rho[..., slab.whole :].masked_fill_(hidden, MASKED)
         self.lag, self.decay, self.squared, self.tangential = lag, decay, squared, tangential
         self.inverse, self.variance, self.rho = inverse, radial, rho
         return LagValues(slope, offset, log_rho, rho, decay, None, ratio, hidden)
