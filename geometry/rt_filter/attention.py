@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from ..checks import check_choice, check_number, renamed
 from .base import (
-    AttentionCall,
     AttentionOptions,
     AttentionWeights,
     FilterAttention,
-    FilterStep,
     Projected,
     unit,
 )
@@ -207,31 +205,9 @@ class PolarAttention(FilterAttention):
             scale = scale * (self.query_gain() * self.key_gain())
         return found._replace(sphere_scale=scale)
 
-    def filter(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        layer: int = 0,
-        need_weights: bool = False,
-        prior_log_precision: Tensor | None = None,
-        **call: Unpack[AttentionCall],
-    ) -> FilterStep:
-        if memory is not None and self.context_projection is not None:
-            raise ValueError("context-dependent rotations follow one stream; pass no memory")
-        stream = self._stream(x, memory, **call)
-        tokens = self._project(x, memory, stream.view.padding)
-        context = None if self.context_projection is None else self.context_projection(tokens.x)
-        with torch.autocast(device_type=x.device.type, enabled=False):
-            update, lost, weights, log_precision = self._step(
-                tokens, context, stream, call.get("cache"), layer, need_weights, prior_log_precision
-            )
-        return FilterStep(self._merge(update, lost, x), weights, log_precision)
-
     def _step(
         self,
         tokens: Projected,
-        context: Tensor | None,
         stream: TokenStream,
         cache: FilterCache | None,
         layer: int,
@@ -243,7 +219,10 @@ class PolarAttention(FilterAttention):
         query_angles = self._angles(view.query_times)
         key_angles = query_angles if own is None else self._angles(view.key_times)
         extra: tuple[Tensor, ...] = ()
-        if context is not None:
+        if self.context_projection is not None:
+            if own is not None:
+                raise ValueError("context-dependent rotations follow one stream; pass no memory")
+            context = self.context_projection(tokens.x.to(self.context_projection.weight.dtype))
             before = None if cache is None else cache.committed(layer)
             earlier = None if before is None else before[3]
             turned = context_angles(context, self.num_heads, view.padding, earlier)
@@ -262,9 +241,8 @@ class PolarAttention(FilterAttention):
         else:
             own_magnitude, own = self._state(own, turn)
         if cache is not None:
-            staged = cache.stage(layer, (key, value, magnitude, *extra))
+            staged = cache.stage(layer, (key, value, magnitude, *extra), stream.tokens)
             key, value, magnitude = staged[:3]
-            cache.stage_tokens(stream.all_times, stream.all_padding, stream.ahead is not None)
         (key, value, magnitude), poisoned = quarantine(view, key, value, magnitude)
         inputs = PolarInputs(query, key, value, own_magnitude, magnitude)
         scalars = self.filter_scalars()

@@ -248,6 +248,25 @@ class FilterAttention(nn.Module):
     ) -> FilterStep:
         """`forward` for stacks of layers: stages tokens in layer `layer` of a shared cache without
         committing, and carries the precision of extension G.3, (batch, heads, tokens)."""
+        stream = self._stream(x, memory, **call)
+        tokens = self._project(x, memory, stream.view.padding)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            update, lost, weights, log_precision = self._step(
+                tokens, stream, call.get("cache"), layer, need_weights, prior_log_precision
+            )
+        return FilterStep(self._merge(update, lost, x), weights, log_precision)
+
+    def _step(
+        self,
+        tokens: Projected,
+        stream: TokenStream,
+        cache: FilterCache | None,
+        layer: int,
+        need_weights: bool,
+        prior_log_precision: Tensor | None,
+    ) -> tuple[Tensor, Tensor, AttentionWeights | None, Tensor | None]:
+        """The increment per head (batch, heads, tokens, 2d), which rows are lost (batch, tokens),
+        weights, and the precision handed on."""
         raise NotImplementedError
 
     def _hold_scalars(self, modules: Mapping[str, nn.Module | None]) -> None:
@@ -309,8 +328,9 @@ class FilterAttention(nn.Module):
         return angles.unsqueeze(1)
 
     def _use_dense(self, query: Tensor, keys: int, need_weights: bool) -> bool:
-        few = query.shape[0] * query.shape[1] * query.shape[2] * keys <= SMALL_PROBLEM
-        return need_weights or self.backend == "dense" or (self.backend == "auto" and few)
+        size = query.shape[0] * query.shape[1] * query.shape[2] * keys
+        few = self.backend == "auto" and size <= SMALL_PROBLEM
+        return not size or few or need_weights or self.backend == "dense"
 
 
 def _heal(x: Tensor) -> tuple[Tensor, Tensor]:

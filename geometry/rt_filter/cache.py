@@ -95,19 +95,22 @@ class FilterCache:
         """The committed tensors of a layer, or None while it is empty."""
         return self._layers[layer]
 
-    def stage(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Committed tensors of a layer joined with new ones along dimension 2, not yet
-        committed.
+    def stage(
+        self,
+        layer: int,
+        tensors: tuple[Tensor, ...],
+        tokens: tuple[Tensor, Tensor | None, bool],
+    ) -> tuple[Tensor, ...]:
+        """Committed tensors of a layer joined with new ones along dimension 2, not yet committed.
+
+        Args:
+            tokens: times and padding of committed and new tokens, and whether times are the grid.
         """
         old = self._layers[layer]
         if old is not None:
             tensors = tuple(torch.cat(pair, dim=2) for pair in zip(old, tensors, strict=True))
-        self._staged[layer] = tensors
+        self._staged[layer], self._next = tensors, tokens
         return tensors
-
-    def stage_tokens(self, times: Tensor, padding: Tensor | None, regular: bool) -> None:
-        """Remember the joined times and padding until `commit`."""
-        self._next = (times, padding, regular)
 
     def commit(self) -> None:
         """Make the staged tokens of all layers part of the cache: once per forward pass.

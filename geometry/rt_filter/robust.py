@@ -8,18 +8,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checks import check_choice, check_number, renamed
 from ..softmax import masked_softmax
 from .base import (
-    AttentionCall,
     AttentionOptions,
     AttentionWeights,
     FilterAttention,
-    FilterStep,
     Projected,
     unit,
 )
@@ -136,33 +133,15 @@ class RobustFilterAttention(FilterAttention):
         """
         return self._read_scalars()
 
-    def filter(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        layer: int = 0,
-        need_weights: bool = False,
-        prior_log_precision: Tensor | None = None,
-        **call: Unpack[AttentionCall],
-    ) -> FilterStep:
-        stream = self._stream(x, memory, **call)
-        tokens = self._project(x, memory, stream.view.padding)
-        with torch.autocast(device_type=x.device.type, enabled=False):
-            estimate, lost, attention = self._estimate(
-                tokens, stream, call.get("cache"), layer, need_weights
-            )
-        weights = None if attention is None else AttentionWeights(attention, None)
-        return FilterStep(self._merge(estimate, lost, x), weights)
-
-    def _estimate(
+    def _step(
         self,
         tokens: Projected,
         stream: TokenStream,
         cache: FilterCache | None,
         layer: int,
         need_weights: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        prior_log_precision: Tensor | None,
+    ) -> tuple[Tensor, Tensor, AttentionWeights | None, None]:
         query, key, value = tokens.query, tokens.key, tokens.value
         view = stream.view
         fresh = view.key_times[:, view.key_times.shape[1] - key.shape[2] :]
@@ -175,8 +154,7 @@ class RobustFilterAttention(FilterAttention):
         key = apply_rotation(key, *key_turn, inverse=True)
         value = apply_rotation(value, *key_turn, inverse=True)
         if cache is not None:
-            key, value = cache.stage(layer, (key, value))
-            cache.stage_tokens(stream.all_times, stream.all_padding, stream.ahead is not None)
+            key, value = cache.stage(layer, (key, value), stream.tokens)
         (key, value), poisoned = quarantine(view, key, value)
         scalars = FilterScalars(*(s.to(query.dtype) for s in self.filter_scalars()))
         keys, dropout = key.shape[2], self.dropout if self.training else 0.0
@@ -196,9 +174,10 @@ class RobustFilterAttention(FilterAttention):
                 dropout=dropout,
             )
 
-        attention = None
-        if self._use_dense(query, keys, need_weights) or not query.shape[0] * query.shape[2] * keys:
+        weights = None
+        if self._use_dense(query, keys, need_weights):
             estimate, attention = piece(0, None, None)
+            weights = AttentionWeights(attention, None)
         else:
             (estimate,) = map_query_slices(
                 lambda start, stop, visible: piece(start, stop, visible)[:1],
@@ -208,4 +187,4 @@ class RobustFilterAttention(FilterAttention):
                 first_visible_end=visible_end(view, stream.ahead),
                 random=dropout > 0,
             )
-        return apply_rotation(estimate, *turn), tokens.lost | poisoned.any(1), attention
+        return apply_rotation(estimate, *turn), tokens.lost | poisoned.any(1), weights, None

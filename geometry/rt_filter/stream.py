@@ -20,12 +20,12 @@ class TokenStream(NamedTuple):
 
     ahead: keys before query 0 where both stand on the default grid 0, 1, 2, …; None where times
         were given, or the streams differ.
+    tokens: what a cache keeps of them: absolute times, padding, and whether they are on the grid.
     """
 
     view: Visibility
     ahead: int | None
-    all_times: Tensor
-    all_padding: Tensor | None
+    tokens: tuple[Tensor, Tensor | None, bool]
 
 
 def check_features(x: Tensor, features: int, name: str) -> None:
@@ -102,7 +102,7 @@ def _self_stream(
     everything = new if cache is None else cache.extend_times(new)
     key_times, _ = relative_times(everything)
     view = Visibility(key_times[:, before:], key_times, causal, regular, padding)
-    return TokenStream(view, before if regular else None, everything, padding)
+    return TokenStream(view, before if regular else None, (everything, padding, regular))
 
 
 def _cross_stream(
@@ -135,8 +135,7 @@ def _cross_stream(
     return TokenStream(
         Visibility(query_times, key_times, causal, times is None, padding),
         ahead,
-        theirs,
-        padding,
+        (theirs, padding, times is None),
     )
 
 

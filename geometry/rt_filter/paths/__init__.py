@@ -38,9 +38,7 @@ def estimate(
     request: Request,
 ) -> PolarEstimate:
     """`polar_estimate`, by the path that `request` and the settings call for."""
-    batch, heads, queries, _ = inputs.query.shape
-    keys = inputs.key.shape[2]
-    if request.dense or not batch * queries * keys:
+    if request.dense:
         return polar_estimate(
             inputs,
             view,
@@ -62,6 +60,8 @@ def estimate(
     if tables and not (settings.exact or request.precision or learned_mask):
         return slab_estimate(inputs, view, scalars, settings, request.ahead, request.dropout)
 
+    batch, heads, queries, _ = inputs.query.shape
+
     def piece(start: int, stop: int, visible: int) -> tuple[Tensor, ...]:
         part = polar_estimate(
             inputs,
@@ -82,7 +82,7 @@ def estimate(
             piece,
             batch * heads,
             queries,
-            keys,
+            inputs.key.shape[2],
             first_visible_end=visible_end(view, request.ahead),
             random=request.dropout > 0,
         )

@@ -165,17 +165,17 @@ def kernel_estimate(
     likelihood = settings.radial_exponent == "likelihood"
     radial_exponent = scalars.nu_radial + 1.0 if likelihood else torch.ones_like(exponent)
     constants = torch.stack((temperature, exponent, radial_exponent))
+    both: tuple[Tensor, Tensor] | tuple[None, None] = times or (None, None)
     if times is None:
         queries, keys = inputs.query.shape[2], inputs.key.shape[2]
         tables = _grid_tables(queries, keys, ahead, causal, scalars, settings)
-        times = (None, None)
     else:
         tables = _numbers(scalars, settings)
     flags = EXPONENTIAL * exponential + RADIAL * (settings.radial != "off")
     flags += SHARED * (settings.radial == "shared")
     seed = torch.randint(2**31, (), device="cpu") if dropout else torch.zeros((), dtype=torch.long)
     direction, mean = _polar_forward(
-        *inputs, tables, constants, bias, *times, seed, flags, ahead if causal else -1, dropout
+        *inputs, tables, constants, bias, *both, seed, flags, ahead if causal else -1, dropout
     )
     return PolarEstimate(direction, inputs.query_magnitude if settings.radial == "off" else mean)
 
