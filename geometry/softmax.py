@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 __all__ = [
     "SECOND_DERIVATIVES",
+    "damaged",
     "first_order_only",
     "masked_log_sum_exp",
     "masked_softmax",
@@ -24,6 +25,12 @@ SECOND_DERIVATIVES = (
     "this attention path has first derivatives only; build the layer with backend='dense', or set"
     " its `backend` to 'dense', for second ones"
 )
+
+
+def damaged(x: Tensor) -> Tensor:
+    """Which vectors of x (…, n) hold NaN or infinity: boolean (…,), in one pass over x."""
+    x = x.detach()
+    return torch.isnan((x - x).sum(-1))
 
 
 def _shifted(logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:

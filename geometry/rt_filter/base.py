@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_choice, check_count, check_number, renamed
+from ..softmax import damaged
 from .cache import FilterCache
 from .parameters import FilterScalars, RotaryFrequencies
 from .stream import TokenStream, check_features, token_stream
@@ -335,7 +336,7 @@ class FilterAttention(nn.Module):
 
 def _heal(x: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens (batch, tokens, features) with those that are not finite at zero, and which they are."""
-    lost = ~torch.isfinite(x).all(-1)
+    lost = damaged(x)
     return x.masked_fill(lost[..., None], 0.0), lost
 
 

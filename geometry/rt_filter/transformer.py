@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checks import check_count, check_number, renamed
+from ..softmax import damaged
 from .attention import PolarAttention
 from .base import AttentionCall
 from .cache import FilterCache
@@ -108,7 +109,7 @@ class PolarTransformerBlock(nn.Module):
         )
         z = z + found.output
         # Damaged rows stay damaged, but must not reach the gradients of weights, which sum over rows.
-        clean = z.masked_fill(~torch.isfinite(z).all(-1, keepdim=True), 0.0)
+        clean = z.masked_fill(damaged(z).unsqueeze(-1), 0.0)
         return z + self.feed_forward(self.feed_forward_norm(clean)), found.log_precision
 
 

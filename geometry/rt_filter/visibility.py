@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..softmax import damaged
+
 __all__ = ["Visibility", "quarantine", "rows_that_see", "visible_rows"]
 
 
@@ -96,12 +98,9 @@ def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor
     Args:
         tensors: per-key features (batch, heads, keys, 2d) or magnitudes (batch, heads, keys).
     """
-    damaged = torch.zeros((), dtype=torch.bool, device=tensors[0].device)
-    for tensor in tensors:
-        bad = ~torch.isfinite(tensor)
-        damaged = damaged | (bad.any(-1) if tensor.dim() == 4 else bad).any(1)
+    marks = [damaged(t if t.dim() == 4 else t.unsqueeze(-1)) for t in tensors]
+    bad = torch.stack(marks).any(0).any(1)
     clean = [
-        t.masked_fill(damaged[:, None, :, None] if t.dim() == 4 else damaged[:, None], 0.0)
-        for t in tensors
+        t.masked_fill(bad[:, None, :, None] if t.dim() == 4 else bad[:, None], 0.0) for t in tensors
     ]
-    return clean, rows_that_see(damaged, view)
+    return clean, rows_that_see(bad, view)

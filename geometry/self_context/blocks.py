@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..checks import check_choice, check_count, check_number, renamed
 from ..masks import check_attention_mask, check_padding_mask
-from ..softmax import softmax_attention
+from ..softmax import damaged, softmax_attention
 from .layers import LELU, SoftEikonalLinear
 
 __all__ = ["ContextMLP", "ContextTransformerBlock"]
@@ -189,7 +189,7 @@ class ContextTransformerBlock(nn.Module):
             x = x.masked_fill(key_padding_mask.reshape(len(x), tokens, 1), 0.0)
         # What is not finite enters as zero too: a weight's gradient sums over all tokens, and zero
         # times NaN is NaN. Its own row and those that see it are marked at the end.
-        lost = ~torch.isfinite(x).all(-1)
+        lost = damaged(x)
         x = x.masked_fill(lost.unsqueeze(-1), 0.0)
         x = x + self.dropout(self.attention_output(self.attend(self.norm1(x), allowed)))
         hidden = self.activation(self.context_up(self.norm2(x)))
