@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .engine import OUTGROWN, StackWork, group_gain, observe, sort_into_stacks, step_size
+from .engine import OUTGROWN, StackWork, group_gain, limits, observe, sort_into_stacks, step_size
 from .manifold import manifold_of
 from .ownership import Live, Outcome, SingleProcess, StepSize, apply_updates, largest_entries
 from .update import Members, Step, spread, take_step
@@ -209,6 +209,7 @@ def _members(item: StackWork, finite: Tensor) -> Members:
         shaped=True,
         matrices=item.matrices,
         shapes=item.shapes,
+        limits=limits(item, SingleProcess()),
         chosen=chosen,
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .gain import next_gain
+from .length import relative_limit
 from .options import group_rule
 from .ownership import Outcome, Ownership, StepSize
 from .scalars import quiet
@@ -31,6 +32,7 @@ __all__ = [
     "advance",
     "deliver",
     "group_gain",
+    "limits",
     "observe",
     "sort_into_stacks",
     "step_size",
@@ -132,11 +134,12 @@ def advance(
     state: Mapping[Tensor, dict[str, Any]],
     ranks: Mapping[Tensor, Tensor],
     global_rank: Tensor | None,
+    ownership: Ownership,
 ) -> None:
     """Run the rule over some stacks, with one host synchronisation among them."""
     waiting: list[tuple[StackWork, Generator[Tensor, list[float], Step], Tensor]] = []
     for item in batch:
-        task = _start(item, state, ranks, global_rank)
+        task = _start(item, state, ranks, global_rank, ownership)
         try:
             with quiet():
                 waiting.append((item, task, next(task)))
@@ -161,6 +164,7 @@ def _start(
     state: Mapping[Tensor, dict[str, Any]],
     ranks: Mapping[Tensor, Tensor],
     global_rank: Tensor | None,
+    ownership: Ownership,
 ) -> Generator[Tensor, list[float], Step]:
     stack, group = item.stack, item.group
     item.working, item.index = stack.select(item.members)
@@ -194,6 +198,7 @@ def _start(
         units=[r["unit"] for r in records],
         positions=[stack.ordinals[i] for i in item.members[: len(matrices)]],
         shapes=item.shapes,
+        limits=limits(item, ownership),
         company=stack.company,
         outgrown=[r["peak"] > OUTGROWN * r["root_peak"] for r in matrices],
         shaped=group["polar_prior"] > 0 or any(r["observations"] for r in matrices),
@@ -216,6 +221,20 @@ def observe(item: StackWork, ranks: Sequence[Tensor | None]) -> Tensor | None:
     weight.copy_(moved)
     stored.copy_(torch.where(rank.isnan(), stored, rank))
     return ~rank.isnan()
+
+
+def limits(item: StackWork, ownership: Ownership) -> Tensor | None:
+    """The largest RMS that each member's update may have, (k,); vectors have no bound."""
+    group, stack = item.group, item.stack
+    share, matrices = group["max_relative_step"], item.parameters[: item.matrices]
+    if share is None or not matrices:
+        return None
+    norms = ownership.weight_norms(matrices).to(stack.device, stack.dtype)
+    rate = step_size(group, stack.device, stack.dtype).rate
+    found = relative_limit(norms, matrices, float(share), rate)
+    if vectors := len(item.members) - len(matrices):
+        found = torch.cat([found, found.new_full((vectors,), math.inf)])
+    return found
 
 
 def step_size(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> StepSize:

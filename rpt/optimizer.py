@@ -57,7 +57,13 @@ class ResidualPolarTransport(SteppingOptimizer):
         betas: decay of the momentum and of the covariance.
         eps: absolute floor in gradient units (0 in "drop_in": every gradient scale then behaves alike).
         weight_decay: decoupled, as in AdamW.
-        update_rms: root mean square that every update gets before the learning rate, None for none.
+        update_rms: root mean square that an update gets before the learning rate where successive
+            requests are noise; None leaves every update its own length.
+        signal_length: whether that length follows the signal: longer where requests agree, shorter
+            where they oppose each other, as AdamW's does (off: one fixed length).
+        thin_as_vector: whether a matrix of one row or one column is stepped as a vector.
+        max_relative_step: the largest share of its own root mean square by which one step may change a
+            matrix, None for no bound.
         polar_prior: polar weight of a matrix that no observation has reached.
         polar_beta: smoothing of the polar weight while it rises.
         polar_release_beta: smoothing while it falls; None means `polar_beta`.
@@ -107,6 +113,9 @@ class ResidualPolarTransport(SteppingOptimizer):
         eps: float = PRESET,
         weight_decay: float = PRESET,
         update_rms: float | None = PRESET,
+        signal_length: bool = PRESET,
+        thin_as_vector: bool = PRESET,
+        max_relative_step: float | None = PRESET,
         polar_prior: float = PRESET,
         polar_beta: float = PRESET,
         polar_release_beta: float | None = PRESET,

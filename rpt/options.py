@@ -108,6 +108,8 @@ def validate_options(options: Mapping[str, Any], where: str) -> None:
         number("polar_release_beta", 0.0, 1.0)
     if options["update_rms"] is not None:
         number("update_rms", 0.0, low_open=True)
+    if options["max_relative_step"] is not None:
+        number("max_relative_step", 0.0, low_open=True)
     for name in ("min_gain", "max_gain", "transport_eps"):
         number(name, 0.0, low_open=True)
     if options["min_gain"] > options["max_gain"]:
@@ -198,6 +200,7 @@ def group_rule(group: Mapping[str, Any]) -> Rule:
         root_drift_threshold=group["root_drift_threshold"],
         max_root_staleness=group["max_root_staleness"],
         update_rms=None if rms is None else plain(rms),
+        signal_length=bool(group["signal_length"]),
         transport=group["transport"],
         closure=group["closure"],
         host_reads=not group["capturable"],

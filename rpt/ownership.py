@@ -30,6 +30,7 @@ __all__ = [
     "StepSize",
     "apply_updates",
     "choose_ownership",
+    "holds_state",
     "is_sharded",
     "largest_entries",
 ]
@@ -104,6 +105,10 @@ class Ownership(Protocol):
         """What to compute here, part by part, with gradients of whole parameters, plain tensors."""
         ...
 
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """‖W‖ of whole parameters that are being computed here, (k,)."""
+        ...
+
     def deliver(
         self,
         parameters: Sequence[Tensor],
@@ -147,6 +152,9 @@ class SingleProcess:
 
     def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
         yield list(live)
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        return weight_norms(parameters)
 
     def deliver(
         self,
@@ -212,9 +220,23 @@ def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
     return torch.maximum(-low, torch.stack([value.to(device, dtype) for value in highs]))
 
 
+def weight_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """‖W‖ of each, (k,), in float32 or the parameters' float64: half precision would overflow."""
+    dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+    if parameters[0].device.type == "cpu":
+        return torch.stack([torch.linalg.vector_norm(p, dtype=dtype) for p in parameters])
+    return torch.stack(torch._foreach_norm(list(parameters), 2, dtype=dtype))
+
+
 def is_sharded(parameter: Tensor) -> bool:
     """Whether it is a DTensor; asked by attribute, so that DTensor need not be imported."""
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "full_tensor")
+
+
+def holds_state(record: Mapping[str, Any]) -> bool:
+    """Whether a parameter's record is its state: on ranks that do not own it, large tensors are empty."""
+    momentum = record.get("momentum")
+    return isinstance(momentum, Tensor) and momentum.numel() > 0
 
 
 def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize) -> None:

@@ -19,6 +19,9 @@ _PAPER: dict[str, Any] = {
     "polar_schedule": "quintic",
     "polar_prior": 0.0,
     "update_rms": None,
+    "signal_length": False,
+    "thin_as_vector": False,
+    "max_relative_step": None,
     "root_drift_threshold": 0.05,
     "max_root_staleness": 10,
     "gain_rate": 0.02,
@@ -41,9 +44,12 @@ _DROP_IN: dict[str, Any] = _PAPER | {
     "weight_decay": 1e-2,
     # β2 0.95: the value of the measurements that update_rms and polar_prior come from.
     "betas": (0.9, 0.95),
-    # 4 √((1-β1)/(1+β1)): one fixed step length, at which AdamW's best rate is near RPT's. Vectors too:
-    # left at their own length the battery's GPT ends 5 % higher (docs/defaults.md, for all of these).
-    "update_rms": 0.92,
+    # A step is as long as AdamW's would be, by the law that AdamW's own length follows, and never more
+    # than a share of the matrix: that is what lets its rate carry over (docs/defaults.md).
+    "update_rms": 1.2,
+    "signal_length": True,
+    "thin_as_vector": True,
+    "max_relative_step": 0.07,
     # At weight 0 the battery's GPT ends 23 % higher, operator_1d at twice the loss.
     "polar_prior": 1.0,
     # A whitened request is nearly flat: three steps from a tight bound do what five do from ‖u‖_F.

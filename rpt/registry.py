@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .ownership import holds_state
 from .roots import RootBackend
 from .stack import Stack, compute_dtype, matrix_shape
 from .stacking import host_layout, matrix_layouts, vector_layouts, vector_length_class
@@ -62,19 +63,21 @@ class StackRegistry:
         if settled:
             return
         taking_part = {id(p) for _, p in live}
-        taking_part |= {id(p) for _, p in _members(groups) if "momentum" in state.get(p, {})}
+        taking_part |= {id(p) for _, p in _members(groups) if holds_state(state.get(p, {}))}
         shelves: dict[_Key, list[tuple[int, Tensor]]] = {}
         seen: Counter[tuple[_Key, bool]] = Counter()
         for key, parameter in _choose(groups, backend):
-            kind = key, _is_vector(parameter)
+            vector = _is_vector(groups[key.group], parameter)
+            kind = key, vector
             if id(parameter) in taking_part:
                 shelves.setdefault(key, []).append((seen[kind], parameter))
             seen[kind] += 1
         self.forget()
         self._groups = described
         for key, members in shelves.items():
-            members.sort(key=lambda member: _is_vector(member[1]))
-            group, parameters = groups[key.group], [parameter for _, parameter in members]
+            group = groups[key.group]
+            members.sort(key=lambda member: _is_vector(groups[key.group], member[1]))
+            parameters = [parameter for _, parameter in members]
             roots = backend(group["roots"]) if key.is_matrix else None
             if roots is not None and group["root_drift_threshold"] is None:
                 roots = roots.without_drift()
@@ -86,6 +89,7 @@ class StackRegistry:
                 polar_prior=group["polar_prior"],
                 shape=key.shape,
                 ordinals=[ordinal for ordinal, _ in members],
+                thin_as_vector=group["thin_as_vector"],
                 capturable=group["capturable"],
             )
             for i, parameter in enumerate(parameters):
@@ -96,8 +100,8 @@ class StackRegistry:
                 self._facts[id(parameter)] = _facts(key.group, parameter)
 
 
-def _is_vector(parameter: Tensor) -> bool:
-    return matrix_shape(parameter) is None
+def _is_vector(group: Mapping[str, Any], parameter: Tensor) -> bool:
+    return matrix_shape(parameter, group["thin_as_vector"]) is None
 
 
 class _Key(NamedTuple):
@@ -125,7 +129,8 @@ def _facts(index: int, parameter: Tensor) -> tuple[Any, ...]:
 def _group_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What about a group decides its stacks; compared in every step."""
     by_age = group["root_drift_threshold"] is None
-    return group["roots"], by_age, group["capturable"], [id(p) for p in group["params"]]
+    ids = [id(p) for p in group["params"]]
+    return group["roots"], by_age, group["capturable"], group["thin_as_vector"], ids
 
 
 def _choose(
@@ -138,7 +143,7 @@ def _choose(
                 g,
                 compute_dtype(parameter),
                 parameter.device,
-                (shape := matrix_shape(parameter)) is not None,
+                (shape := matrix_shape(parameter, groups[g]["thin_as_vector"])) is not None,
                 shape or (1, vector_length_class(parameter.numel())),
             ),
             parameter,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .length import UNKNOWN
 from .roots import RootBackend
 from .stacking import COMPANY_SIDE
 
@@ -31,7 +32,14 @@ __all__ = [
 METRIC = "metric."
 # What a step measures of itself, one row per parameter in the stack, four entries in its state.
 MEASURED = "measured"
-_MEASURED = ("frame_confidence", "frame_coherence", "axial_closure", "gradient_alignment")
+_MEASURED = (
+    "frame_confidence",
+    "frame_coherence",
+    "axial_closure",
+    "gradient_alignment",
+    "step_signal",
+    "step_capped",
+)
 # The column after those: 1 where a frame is stored. It can be told from the frame, so nothing saves it.
 HELD = len(_MEASURED)
 
@@ -41,11 +49,16 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def matrix_shape(parameter: Tensor) -> tuple[int, int] | None:
-    """(shape[0], numel/shape[0]) for two or more dimensions, None for vectors and scalars."""
+def matrix_shape(parameter: Tensor, thin_as_vector: bool) -> tuple[int, int] | None:
+    """(shape[0], numel/shape[0]) for two or more dimensions, None for vectors and scalars.
+
+    With `thin_as_vector` a matrix of one row or one column is a vector: its covariance sees one
+    rank-one sample a step, and whitening by it amplifies whatever was absent of late.
+    """
     if parameter.ndim < 2:
         return None
-    return parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
+    rows, cols = parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
+    return None if thin_as_vector and min(rows, cols) == 1 else (rows, cols)
 
 
 # What only matrices have, and what only vectors have, among the entries of a stack.
@@ -104,6 +117,7 @@ class Stack:
         polar_prior: float,
         ordinals: Sequence[int],
         shape: tuple[int, int],
+        thin_as_vector: bool = False,
         capturable: bool = False,
     ) -> None:
         self.parameters = list(parameters)
@@ -116,7 +130,7 @@ class Stack:
         batch = len(self.parameters)
         self.layout = shape
         self.rows, self.cols = sorted(shape)
-        shapes = [own for p in self.parameters if (own := matrix_shape(p))]
+        shapes = [own for p in self.parameters if (own := matrix_shape(p, thin_as_vector))]
         self.matrices = len(shapes)
         # A stack with room for matrices may so far hold vectors only.
         self.backend = backend = backend if shapes else None
@@ -136,7 +150,8 @@ class Stack:
         self.tensors: dict[str, Tensor] = {
             "momentum": like.new_zeros(batch, width),
             "frame": like.new_zeros(batch, width),
-            MEASURED: like.new_tensor([1.0, 1.0, 0.0, 0.0, 0.0]).repeat(batch, 1),
+            MEASURED: like.new_tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]).repeat(batch, 1),
+            "request_energy": like.new_zeros(batch),
             "polar_weight": like.new_zeros(batch),
             "residual_entropy_rank": like.new_ones(batch),
         }
@@ -230,13 +245,14 @@ class Stack:
         A metric that does not fit the backend any more starts anew: in all its entries, with no roots
         and a bias correction of its own.
         """
+        known, others = self.keys(index), _VECTOR_ONLY if index < self.matrices else _MATRIX_ONLY
         fits = all(
-            key in self.keys(index) and record[key].shape == self.view(key, index).shape
+            key in known and record[key].shape == self.view(key, index).shape
             for key in record
             if key.startswith(METRIC)
-        )
+        ) and not any(key.startswith(_VECTOR_ONLY) and key not in known for key in record)
         if not fits:
-            for key in [k for k in record if k.startswith(METRIC)]:
+            for key in [k for k in record if k.startswith((METRIC, *others))]:
                 del record[key]
             record["last_root_step"], record["metric_start"] = 0, record.get("step", 0)
         for key in self.keys(index):
@@ -246,6 +262,8 @@ class Stack:
                 view.copy_(value)
             elif value is not None and not isinstance(value, Tensor):
                 view.fill_(value)
+            elif key == "request_energy" and record.get("step", 0):
+                view.fill_(UNKNOWN)
             record[key] = view
         self.tensors[MEASURED][index, HELD] = self.view("frame", index).any()
         for key, start in self.host_state(index).items():

@@ -96,7 +96,13 @@ class SteppingOptimizer(ObservingOptimizer):
             on_cpu = all(w.stack.device.type == "cpu" for w in work)
             for batch in [[w] for w in work] if on_cpu else [work]:
                 try:
-                    advance(batch, self.state, agreed.observed.ranks, agreed.observed.global_rank)
+                    advance(
+                        batch,
+                        self.state,
+                        agreed.observed.ranks,
+                        agreed.observed.global_rank,
+                        ownership,
+                    )
                     for item in batch:
                         deliver(item, self.state, ownership)
                         done.append(item)

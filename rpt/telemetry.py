@@ -31,6 +31,8 @@ class ParameterTelemetry:
         frame_confidence: ρ, the share of carried momentum.
         axial_closure: ρ β1 |‖P‖ - ⟨m̂,h⟩| / ‖P‖ of the last step.
         gradient_alignment: cosine of the applied update with the gradient.
+        step_signal: s, how far the step's length was moved by agreement between requests: 1 in noise.
+        step_capped: whether `max_relative_step` shortened it.
         root_age: steps since its roots were recomputed; 0 for vectors.
         root_refreshes: how often they were.
         root_condition: largest over smallest eigenvalue of the metric at that time; an upper bound of it
@@ -49,6 +51,8 @@ class ParameterTelemetry:
     frame_confidence: float
     axial_closure: float
     gradient_alignment: float
+    step_signal: float
+    step_capped: bool
     root_age: int
     root_refreshes: int
     root_condition: float
@@ -66,6 +70,7 @@ class Telemetry(dict[str, Any]):
         ("rank", "residual_entropy_rank", ".3f"),
         ("polar", "polar_weight", ".3f"),
         ("q", "frame_coherence", "+.3f"),
+        ("signal", "step_signal", ".2f"),
         ("age", "root_age", "d"),
         ("refresh", "root_refreshes", "d"),
         ("condition", "root_condition", ".1e"),
@@ -108,6 +113,8 @@ def gather_telemetry(optimizer: ResidualPolarTransport) -> Telemetry:
         "frame_coherence": _mean([e.frame_coherence for e in entries], 1.0),
         "frame_confidence": _mean([e.frame_confidence for e in entries], 1.0),
         "axial_closure": _mean([e.axial_closure for e in entries], 0.0),
+        "step_signal": _mean([e.step_signal for e in entries], 1.0),
+        "step_capped": sum(e.step_capped for e in entries),
         "root_condition": _mean([e.root_condition for e in matrices], 1.0),
         "root_refresh_fraction": _mean([float(e.root_age == 0) for e in matrices], 0.0),
         "root_age": _mean([float(e.root_age) for e in matrices], 0.0),
@@ -138,6 +145,8 @@ def _entries(optimizer: ResidualPolarTransport) -> Iterator[ParameterTelemetry]:
                 frame_confidence=_number(record, "frame_confidence", 1.0),
                 axial_closure=_number(record, "axial_closure", 0.0),
                 gradient_alignment=_number(record, "gradient_alignment", 0.0),
+                step_signal=_number(record, "step_signal", 1.0),
+                step_capped=_number(record, "step_capped", 0.0) > 0,
                 root_age=age if counts["last_root_step"] else 0,
                 root_refreshes=counts["root_refreshes"],
                 root_condition=_number(record, "root_condition", 1.0),

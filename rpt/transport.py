@@ -9,7 +9,6 @@ Source: the RPT guide, "Transport remains the default update".
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ __all__ = [
     "carry",
     "certificate",
     "live_frame",
-    "rescale_to_rms",
     "rotation",
     "store_frame",
 ]
@@ -260,19 +258,3 @@ def _remove_opposing(
     lengths = length.double() * squared.sqrt()
     cosine = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0).to(update.dtype)
     return certified, length, cosine
-
-
-def rescale_to_rms(update: Tensor, length: Scalars, rms: float, size: Scalars) -> Tensor:
-    """Give every row the root mean square `rms` over its `size` true entries; a zero row stays zero.
-
-    A row of one entry keeps its length: there is nothing to spread, and a fixed length would leave
-    its sign alone. A scalar's first step is then the learning rate, as AdamW's.
-
-    Args:
-        update: u, (b, n), changed in place.
-        length: ‖u‖, (b, 1).
-        rms: the target, in units of the learning rate.
-        size: number of entries behind each row without padding, (b, 1).
-    """
-    target = choose(size > 1, rms * size**0.5, length)
-    return update.mul_(as_tensor(target / choose(length > 0, length, math.inf)))

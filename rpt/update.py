@@ -5,7 +5,7 @@
     closure      u from m, P and the lag along h
     polar share  u mixed with its polar factor       matrices only
     certificate  ⟨u, G⟩ >= 0
-    length       u · update_rms / RMS(u)             default preset only
+    length       RMS(u) = update_rms · s             default preset only (`length`)
 
 Source: the RPT guide; formulas and constants follow its specification, sections 1-5 and 8.
 """
@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .length import next_energy, rescale, signal, step_rms
 from .polar import Schedule, polar_share
 from .roots import Damping, RootBackend
 from .scalars import Scalars, as_scalars, as_tensor, choose, write_columns
 from .stack import HELD, MEASURED, METRIC
-from .transport import carry, certificate, live_frame, rescale_to_rms, store_frame
+from .transport import carry, certificate, live_frame, norm, store_frame
 
 __all__ = ["Members", "Rule", "Step", "divisor", "next_unit", "take_step", "update_polar_weight"]
 
@@ -47,6 +48,7 @@ class Rule:
     root_drift_threshold: float | None
     max_root_staleness: int
     update_rms: float | None
+    signal_length: bool
     transport: bool
     closure: bool
     # Whether a value may be read on the host where its memory is the host's anyway.
@@ -67,6 +69,7 @@ class Members:
         units: what each gradient was divided by.
         positions: running number of each among its like, which spreads refreshes over the steps.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (k, 2), or None.
+        limits: largest RMS that each update may have, (k,), or None.
         company: whether one whose roots are due takes along those due soon.
         outgrown: whether its gradients have become much larger than those its roots were made of.
         matrices: how many of them are matrices, which come first; the lists of roots and positions
@@ -84,6 +87,7 @@ class Members:
     positions: list[int] = field(default_factory=list)
     outgrown: list[bool] = field(default_factory=list)
     shapes: Tensor | None = None
+    limits: Tensor | None = None
     company: bool = False
     chosen: Tensor | None = None
 
@@ -158,14 +162,14 @@ def take_step(
 
     stored, measured = state["frame"], as_scalars(state[MEASURED], host_reads)
     frame = live_frame(request, stored, measured[:, HELD:] > 0, rule.transport_eps, host_reads)
-    correction1 = _correction(rule.beta1, members.steps, gradient)
+    correction1 = as_scalars(_correction(rule.beta1, members.steps, gradient)[:, None], host_reads)
     carried = carry(
         state["momentum"],
         stored,
         request,
         frame,
         beta1=rule.beta1,
-        correction=as_scalars(correction1[:, None], host_reads),
+        correction=correction1,
         transport_eps=rule.transport_eps,
         transport=rule.transport,
         closure=rule.closure,
@@ -187,11 +191,28 @@ def take_step(
     update, length, alignment = certificate(update, gradient, host_reads)
     closing = abs(carried.closing * frame.inverse)
     held = (measured[:, HELD:] > 0) | frame.live
-    columns = (frame.confidence, frame.coherence, closing, alignment, held)
-    write_columns(state[MEASURED], columns)
-    if rule.update_rms is not None:
+    strength = capped = frame.confidence * 0.0
+    strength = strength + 1.0
+    if rule.signal_length:
+        energy = as_scalars(state["request_energy"][:, None], host_reads)
+        energy[:] = next_energy(energy, frame.length, rule.beta1, correction1)
+        size = as_scalars(norm(carried.momentum), host_reads)
+        strength = signal(size, energy, rule.beta1, correction1)
+    if rule.update_rms is not None or members.limits is not None:
         sizes = as_scalars(sizes, host_reads)
-        update = rescale_to_rms(update, length, rule.update_rms, sizes)
+        own = length / sizes**0.5
+        limit = None
+        if members.limits is not None:
+            limit = as_scalars(members.limits[:, None], host_reads)
+        target = step_rms(rule.update_rms, strength, own, limit)
+        if rule.update_rms is not None and not rule.signal_length:
+            # There is nothing to spread, and a fixed length would leave a scalar's sign alone.
+            target = choose(sizes > 1, target, own)
+        if limit is not None:
+            capped = (target >= limit) & (length > 0)
+        update = rescale(update, length, target, sizes)
+    columns = (frame.confidence, frame.coherence, closing, alignment, strength, capped, held)
+    write_columns(state[MEASURED], columns)
     coherence, compared = as_tensor(frame.coherence[:, 0]), as_tensor(frame.compared[:, 0])
     return Step(update, coherence, compared, refreshed, failed)
 

@@ -37,7 +37,7 @@ from .horosphere import (
     to_half_space,
 )
 from .linear import PolarLinear, PolarMLP
-from .manifold import LorentzManifold, LorentzParameter, pack, unpack
+from .manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
 from .maps import exp_map, exp_map_origin, log_map, log_map_origin, parallel_transport
 from .mlr import LorentzMLR, mlr_logits
 from .norm import GyroLayerNorm, SpaceLayerNorm
@@ -84,6 +84,7 @@ __all__ = [
     "HalfSpace",
     "HeadGain",
     "HorosphericalEncoding",
+    "KeepsManifold",
     "LorentzEmbedding",
     "LorentzMLR",
     "LorentzManifold",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from .convert import from_unit_space, unit_space
 from .curvature import Curvature, as_curvature_module
 from .linear import PolarLinear
-from .manifold import LorentzManifold, LorentzParameter, pack, unpack
+from .manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
 from .maps import exp_map_origin
 from .point import Point, PointLike, promote
 from .scalar import norm_and_direction
@@ -19,7 +18,7 @@ from .scalar import norm_and_direction
 __all__ = ["LorentzEmbedding", "PatchEmbedding", "PositionTable", "sine_cosine_table"]
 
 
-class LorentzEmbedding(nn.Module):
+class LorentzEmbedding(KeepsManifold):
     """A table of points, one per token: the parameter lives on the manifold.
 
     Args:
@@ -76,12 +75,6 @@ class LorentzEmbedding(nn.Module):
         rows = nn.functional.embedding(tokens, self.weight, self.padding_idx)
         ((a, u),) = promote(unpack(rows))
         return Point(a.clamp(min=0.0), norm_and_direction(u)[1])
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        manifold = self.weight.manifold
-        super()._load_from_state_dict(*arguments)
-        if not hasattr(self.weight, "manifold"):
-            self.weight = LorentzParameter(self.weight.data, manifold, self.weight.requires_grad)
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
         """A table of points, no linear map: no site."""

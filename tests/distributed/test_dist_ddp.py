@@ -380,9 +380,9 @@ def _alone():
     if dist.get_rank() == 0:
         from datetime import timedelta
 
-        from rpt.distributed import handshake
+        from rpt.distributed import agreement
 
-        handshake.PATIENCE = timedelta(seconds=1)
+        agreement.PATIENCE = timedelta(seconds=1)
         try:
             optimizer.state_dict()
         except RuntimeError as error:

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpt.length import next_energy, rescale, signal, step_rms
 from rpt.polar import polar_schedule, polar_share
 from rpt.scalars import as_scalars, as_tensor, at_least, at_most, choose, quiet, write_columns
-from rpt.transport import carry, certificate, live_frame, rescale_to_rms, store_frame
+from rpt.transport import carry, certificate, live_frame, norm, store_frame
 
 TAU = 1e-7
 
@@ -44,8 +45,14 @@ def whole_step(m, stored, p, g, host_reads, **options):
     ).flatten(1)
     certified, length, cosine = certificate(shaped, g, host_reads)
     sizes = as_scalars(torch.full((len(p), 1), float(p.shape[1])).to(p), host_reads)
-    scaled = rescale_to_rms(certified.clone(), length, 0.92, sizes)
-    numbers = (*frame, carried.closing, length, cosine)
+    correction = as_scalars(torch.full((len(p), 1), 0.4).to(p), host_reads)
+    energy = as_scalars(torch.linspace(-1, 40, len(p)).to(p)[:, None].clone(), host_reads)
+    energy[:] = next_energy(energy, frame.length, 0.9, correction)
+    strength = signal(as_scalars(norm(m), host_reads), energy, 0.9, correction)
+    limit = as_scalars(torch.linspace(0.1, 3, len(p)).to(p)[:, None], host_reads)
+    target = step_rms(1.2, strength, length / sizes**0.5, limit)
+    scaled = rescale(certified.clone(), length, target, sizes)
+    numbers = (*frame, carried.closing, length, cosine, energy, strength, target)
     return [m, stored, shaped, certified, scaled, *(as_tensor(x) for x in numbers)]
 
 

@@ -13,7 +13,6 @@ from rpt.transport import (
     carry,
     certificate,
     live_frame,
-    rescale_to_rms,
     rotation,
     store_frame,
 )
@@ -184,27 +183,6 @@ def test_certificate_sees_a_sign_that_float32_loses():
     assert (
         certified.double() @ g.double().mT
     ).item() >= -16  # half a unit in the last place of 1e8
-
-
-@given(st.floats(1e-30, 1e30), st.integers(2, 40))
-def test_rescaling_gives_the_asked_length(scale, n):
-    generator = torch.Generator().manual_seed(n)
-    u = torch.nn.functional.pad(torch.randn(1, n, generator=generator) * scale, (0, 5))
-    out = rescale_to_rms(u.clone(), u.norm(dim=1, keepdim=True), 0.92, torch.tensor([[float(n)]]))
-    rms = out[0, :n].double().square().mean().sqrt().item()
-    # Requests have a length near one; the extremes are here to see what never becomes NaN.
-    assert np.isfinite(rms)
-    if 1e-15 < scale < 1e15:
-        assert rms == pytest.approx(0.92, rel=1e-5)
-
-
-def test_rescaling_leaves_zeros_and_single_entries():
-    assert not rescale_to_rms(
-        torch.zeros(2, 4), torch.zeros(2, 1), 0.92, torch.full((2, 1), 4.0)
-    ).any()
-    single = torch.tensor([[0.3, 0.0], [3.0, 4.0]])
-    out = rescale_to_rms(single, torch.tensor([[0.3], [5.0]]), 0.92, torch.tensor([[1.0], [2.0]]))
-    torch.testing.assert_close(out, torch.tensor([[0.3, 0.0], [0.552 * 2**0.5, 0.736 * 2**0.5]]))
 
 
 def test_gain_follows_its_formula_and_its_bounds():

@@ -1,8 +1,8 @@
 """One side of a Kronecker metric: the covariance of the rows of a (b, size, other) gradient.
 
-Three kinds: `BlockSide` (dense blocks on the diagonal; one block is the full factor), `DiagonalSide`
-(a vector) and `ScalarSide` (no factor, only the side's scale). Each is a frozen settings object; state
-lives in a flat dict with keys prefixed by the side's name.
+`BlockSide` keeps dense blocks on the diagonal (one block is the full factor), `DiagonalSide` one number
+per row, or one for all; `LowRankSide` of `low_rank` is the third kind. Each is a frozen settings object;
+state lives in a flat dict with keys prefixed by the side's name.
 """
 
 from __future__ import annotations
@@ -14,24 +14,32 @@ import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, State
-from .decompose import eigenvalue_floor, inverse_root
+from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
 from .packed import pack, packed_length, relative_change_packed, unpack
 
-__all__ = ["BlockSide", "DiagonalSide", "ScalarSide", "Side", "relative_change"]
+__all__ = ["BlockSide", "DiagonalSide", "Side", "keep_where", "relative_change"]
 
 # The number of probe columns whose images stand in for a reference copy when drift is estimated.
 PROBES = 4
 
 
 class Side(Protocol):
-    """What a side does; all tensors carry the batch first."""
+    """What a side does; all tensors carry the batch first.
+
+    `accumulate` adds G Gᵀ / count, where `count` is the number of G's columns, or (b,) tensors of the
+    true number where zeros pad it; `absorb` adds a second moment (b, size, size) measured elsewhere.
+    """
 
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State: ...
 
     def pads(self, size: int) -> bool: ...
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None: ...
+    def accumulate(
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+    ) -> None: ...
+
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None: ...
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor: ...
 
@@ -97,8 +105,7 @@ class BlockSide:
             if self.drift_from == "exact":
                 state[f"{name}{suffix}_reference"] = like.new_zeros(triangle)
             elif self.drift_from == "sketch":
-                width = min(PROBES, rows)
-                state[f"{name}{suffix}_reference"] = like.new_zeros(batch, count, rows, width)
+                state[f"{name}{suffix}_reference"] = like.new_zeros(batch, count, rows, PROBES)
         return state
 
     def _parts(
@@ -114,25 +121,24 @@ class BlockSide:
         return [(k, part[:, k * rows : (k + 1) * rows]) for k in range(count)]
 
     def accumulate(
-        self,
-        state: State,
-        name: str,
-        gradient: Tensor,
-        beta2: float,
-        others: Tensor | None = None,
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
     ) -> None:
-        """Add G Gᵀ / columns; `others` counts each matrix's true columns where zeros pad it, (b, 1)."""
-        other = gradient.shape[-1]
-        for suffix, first, count, rows in self.pieces(gradient.shape[-2]):
+        weight = (1.0 - beta2) / count
+        for suffix, first, blocks, rows in self.pieces(gradient.shape[-2]):
             factor = state[name + suffix]
-            parts = self._parts(gradient, first, count, rows)
-            for k, part in parts:
+            for k, part in self._parts(gradient, first, blocks, rows):
                 view = factor.flatten(0, 1) if k is None else factor[:, k]
                 square = pack(torch.bmm(part, part.mT))
-                if others is None:
-                    view.mul_(beta2).add_(square, alpha=(1.0 - beta2) / other)
+                if isinstance(weight, Tensor):
+                    view.mul_(beta2).addcmul_(square, weight.view(-1, 1))
                 else:
-                    view.mul_(beta2).addcmul_(square, (1.0 - beta2) / others)
+                    view.mul_(beta2).add_(square, alpha=weight)
+
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
+        for suffix, first, blocks, rows in self.pieces(moment.shape[-1]):
+            for k in range(blocks):
+                part = slice(first + k * rows, first + (k + 1) * rows)
+                state[name + suffix][:, k].lerp_(pack(moment[:, part, part]), 1.0 - beta2)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         if self.drift_from == "age":
@@ -206,33 +212,51 @@ class BlockSide:
 
 
 def _probes(rows: int, like: Tensor) -> Tensor:
-    """Fixed pseudo-random signs, (rows, width): the same on every call, rank and machine."""
-    width = min(PROBES, rows)
-    index = torch.arange(1, rows * width + 1, dtype=torch.float64, device=like.device)
+    """Fixed pseudo-random signs, (rows, PROBES): the same on every call, rank and machine.
+
+    Those of fewer rows are the first of those of more, as padding needs it.
+    """
+    index = torch.arange(1, rows * PROBES + 1, dtype=torch.float64, device=like.device)
     # The fractional parts of k·√2 times a large constant are equidistributed; their halves are signs.
     fraction = (index * 2**0.5 * 9973.0) % 1.0
-    return torch.where(fraction < 0.5, -1.0, 1.0).to(like.dtype).view(rows, width)
+    return torch.where(fraction < 0.5, -1.0, 1.0).to(like.dtype).view(rows, PROBES)
 
 
 @dataclass(frozen=True)
 class DiagonalSide:
-    """The diagonal of the covariance only: one number per row."""
+    """The diagonal of the covariance only: one number per row.
+
+    Attributes:
+        shared: one number for all rows, their mean. That keeps the request's scale and prefers no
+            direction.
+    """
+
+    shared: bool = False
 
     def pads(self, size: int) -> bool:
         return False
 
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
+        width = 1 if self.shared else size
         return {
-            f"{name}_diagonal": like.new_zeros(batch, size),
-            f"{name}_diagonal_root": like.new_ones(batch, size),
+            f"{name}_diagonal": like.new_zeros(batch, width),
+            f"{name}_diagonal_root": like.new_ones(batch, width),
         }
 
-    def _measure(self, gradient: Tensor) -> Tensor:
-        # The mean of squares along the row, without a squared copy of the gradient.
-        return torch.linalg.vector_norm(gradient, dim=-1).square() / gradient.shape[-1]
+    def accumulate(
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+    ) -> None:
+        count = count.view(-1, 1) if isinstance(count, Tensor) else count
+        # Sums of squares along the rows, without a squared copy of the gradient.
+        self._add(state, name, torch.linalg.vector_norm(gradient, dim=-1).square() / count, beta2)
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
-        state[f"{name}_diagonal"].lerp_(self._measure(gradient), 1.0 - beta2)
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
+        self._add(state, name, moment.diagonal(dim1=-2, dim2=-1), beta2)
+
+    def _add(self, state: State, name: str, diagonal: Tensor, beta2: float) -> None:
+        if self.shared:
+            diagonal = diagonal.mean(-1, keepdim=True)
+        state[f"{name}_diagonal"].lerp_(diagonal, 1.0 - beta2)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         # A diagonal is cheap to track by age; the other side's drift decides.
@@ -249,36 +273,3 @@ class DiagonalSide:
 
     def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
         return gradient * state[f"{name}_diagonal_root"].unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class ScalarSide:
-    """No factor for this side, only its mean: keeps the request's scale, prefers no direction."""
-
-    def pads(self, size: int) -> bool:
-        return False
-
-    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
-        return {
-            f"{name}_scale": like.new_zeros(batch),
-            f"{name}_scale_root": like.new_ones(batch),
-        }
-
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
-        entries = gradient.shape[-1] * gradient.shape[-2]
-        square = torch.linalg.matrix_norm(gradient).square() / entries
-        state[f"{name}_scale"].lerp_(square, 1.0 - beta2)
-
-    def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
-        return torch.zeros_like(correction)
-
-    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
-        value = state[f"{name}_scale"] / correction
-        floored = torch.maximum(value, eigenvalue_floor(value, damping.ridge, damping.absolute))
-        failed = ~floored.isfinite()
-        root = state[f"{name}_scale_root"]
-        root.copy_(keep_where(failed, root, floored.pow(-0.25)))
-        return Refresh(torch.ones_like(value), failed)
-
-    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
-        return gradient * state[f"{name}_scale_root"].view(-1, 1, 1)

@@ -1,13 +1,14 @@
-"""Inverse roots of symmetric positive semidefinite matrices that survive what float32 cannot do."""
+"""Decompositions that survive what LAPACK does in float32, and the inverse roots made from them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["InverseRoot", "eigenvalue_floor", "inverse_root", "symmetric_eigen"]
+__all__ = ["InverseRoot", "decompose", "eigenvalue_floor", "inverse_root"]
 
 
 class InverseRoot(NamedTuple):
@@ -24,26 +25,41 @@ class InverseRoot(NamedTuple):
     failed: Tensor
 
 
-def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a batch, with a second try in float64.
+def decompose(
+    solver: Callable[[Tensor], tuple[Tensor, ...]], matrix: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A batched decomposition of which every matrix that has one gets it.
 
-    A non-finite matrix never reaches the solver.
+    A solver that does not converge raises for the whole batch, or returns NaN for one matrix and says
+    nothing. Both lead to the same: what has no finite result is tried alone, then in float64.
 
     Args:
-        matrix: symmetric, (b, n, n), float32 or float64.
+        solver: such as `torch.linalg.eigh`; one finite result for a zero matrix.
+        matrix: (b, n, m), float32 or float64; one that is not finite never reaches the solver.
 
     Returns:
-        eigenvalues (b, n) ascending, eigenvectors (b, n, n), failed (b,) bool.
+        the solver's results; failed (b,) bool, where they are zeros or those of a zero matrix.
     """
-    finite = matrix.isfinite().all(-1).all(-1)
-    safe = torch.where(finite[:, None, None], matrix, 0.0)
+    failed = ~matrix.isfinite().flatten(1).all(1)
+    safe = matrix.masked_fill(failed[:, None, None], 0.0)
     try:
-        values, vectors = torch.linalg.eigh(safe)
+        parts = tuple(solver(safe))
+        solved = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0)
     except torch.linalg.LinAlgError:
-        values, vectors, converged = _one_by_one(safe)
-        finite = finite & converged
-    usable = values.isfinite().all(-1) & vectors.isfinite().all(-1).all(-1)
-    return values, vectors, ~(finite & usable)
+        parts = tuple(solver(torch.zeros_like(safe)))
+        solved = torch.zeros_like(failed)
+    # A host read: a decomposition has just waited for the device.
+    for i in (~solved).nonzero().flatten().tolist():
+        single = safe[i : i + 1]
+        if len(safe) == 1 and single.dtype == torch.float64:
+            failed[i] = True
+            again = tuple(torch.zeros_like(part) for part in parts)
+        else:
+            again, lost = decompose(solver, single if len(safe) > 1 else single.double())
+            failed[i] |= lost[0]
+        for part, value in zip(parts, again, strict=True):
+            part[i] = value[0]
+    return parts, failed
 
 
 def resolve_cluster(
@@ -85,21 +101,6 @@ def _pick(values: Tensor, column: Tensor) -> Tensor:
     return values.gather(1, column.long()[:, None]).squeeze(1)
 
 
-def _one_by_one(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decompose each matrix in float64; one that still fails is marked, the others are not lost."""
-    values = matrix.new_zeros(matrix.shape[:-1])
-    vectors = torch.zeros_like(matrix)
-    converged = torch.ones(len(matrix), dtype=torch.bool, device=matrix.device)
-    for i, single in enumerate(matrix.double()):
-        try:
-            value, vector = torch.linalg.eigh(single)
-        except torch.linalg.LinAlgError:
-            converged[i] = False
-        else:
-            values[i], vectors[i] = value.to(values), vector.to(vectors)
-    return values, vectors, converged
-
-
 def eigenvalue_floor(mean: Tensor, ridge: float, absolute: Tensor | float) -> Tensor:
     """floor = ridge · mean(max(Λ, 0)) + ε²; a zero matrix with ε = 0 gets 1, so its root is I.
 
@@ -132,7 +133,7 @@ def inverse_root(
         single = inverse_root(matrix.unsqueeze(0), power, ridge=ridge, absolute=absolute)
         return InverseRoot(*(field.squeeze(0) for field in single))
     matrix = 0.5 * (matrix + matrix.mT)
-    values, vectors, failed = symmetric_eigen(matrix)
+    (values, vectors), failed = decompose(torch.linalg.eigh, matrix)
     size = matrix.shape[-1]
     mean = values.clamp_min(0).sum(-1) / (size if sizes is None else sizes)
     floor = eigenvalue_floor(mean, ridge, absolute)

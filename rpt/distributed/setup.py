@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ownership import Ownership, SingleProcess, is_sharded
+from ..manifold import manifold_of
+from ..ownership import Ownership, SingleProcess, holds_state, is_sharded
 from ..roots import RootBackend, resolve_roots
 from ..stack import compute_dtype, matrix_shape
 from ..stacking import vector_length_class
-from .ddp import Replica, refuse_flat_shards
-from .exchange import communication_device
-from .handshake import all_agree, checksums, differing, rendezvous, signature
-from .holding import Holding
-from .planner import CostModel, Item, make_plan
+from .agreement import all_agree, checksums, differing, rendezvous, signature
+from .holding import Holding, Replica
+from .plan import CostModel, Item, make_plan
 from .ranks import OwnerRanks, ReplicatedRanks
 from .team import Team
+from .wire import communication_device
 
 __all__ = ["distribute", "planned_item", "report"]
 
@@ -31,7 +33,7 @@ _STEP_REMEDY = (
 )
 
 
-def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = None) -> Ownership:
+def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> Ownership:
     """The ownership object for a mode; a collective.
 
     Args:
@@ -41,7 +43,7 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
 
     Raises:
         RuntimeError: ranks that disagree about the parameters; parameters of FSDP1; a sharded
-            parameter with "local"; a rank that never comes.
+            parameter with "local"; points of a manifold cut apart; a rank that never comes.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     plain = [(g, p) for g, group in enumerate(groups) for p in group if not is_sharded(p)]
@@ -53,6 +55,15 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
         )
     for _, parameter in plain:
         refuse_flat_shards(parameter)
+    for g, group in enumerate(groups):
+        for i, parameter in enumerate(group):
+            if splits_points(parameter):
+                raise RuntimeError(
+                    f"{optimizer.parameter_name(g, i)} lives on a manifold and is sharded along its "
+                    "coordinates: shard it along another dimension, so that every rank holds whole points"
+                )
+    if mode == "auto" and not shards and _held_by_zero(optimizer):
+        return SingleProcess()
     number = _next_number()
     if plain and dist.get_world_size() > 1:
         world = dist.group.WORLD
@@ -75,6 +86,19 @@ def distribute(mode: str, optimizer: Optimizer, previous: Ownership | None = Non
             )
         teams.append(_team(members, group, optimizer, owners))
     return (ReplicatedRanks if mode == "replicated" else OwnerRanks)(teams, optimizer, number)
+
+
+def _held_by_zero(optimizer: Optimizer) -> bool:
+    """Whether it is the local part of a `ZeroRedundancyOptimizer`: each rank then has its own parameters."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:
+        return False
+    # That class marks neither parameters nor the optimizer it builds. Once, and where it is loaded only.
+    return any(
+        issubclass(type(thing), module.ZeroRedundancyOptimizer)
+        and getattr(thing, "optim", None) is optimizer
+        for thing in gc.get_objects()
+    )
 
 
 _built = 0
@@ -159,13 +183,14 @@ def planned_item(
 ) -> Item:
     """A parameter as the planner sees it; `parameter` may be on the meta device."""
     dtype = compute_dtype(parameter)
-    shape = matrix_shape(parameter)
+    shape = matrix_shape(parameter, options["thin_as_vector"])
     nbytes = parameter.numel() * dtype.itemsize
+    if not parameter.numel() or manifold_of(parameter) is not None:
+        # Nothing to do, or nothing that an owner does.
+        return Item(0.0, 0, (g, dtype, shape))
     if shape is None:
         key = (g, dtype, vector_length_class(parameter.numel()))
         return Item(costs.vector(parameter.numel()), nbytes, key, together=True)
-    if not parameter.numel():
-        return Item(0.0, 0, (g, dtype, shape))
     roots = options["roots"]
     metric: RootBackend = backend(roots) if backend is not None else resolve_roots(roots)
     steps = options["polar_steps"] if options["polar_prior"] > 0 else 0
@@ -188,7 +213,7 @@ def report(optimizer: Any) -> dict[str, Any]:
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
     out: dict[str, Any] = {
         "mode": type(ranks).__name__,
-        "parameters": sum("momentum" in record for record in optimizer.state.values()),
+        "parameters": sum(holds_state(record) for record in optimizer.state.values()),
         "state_bytes": sum(t.numel() * t.element_size() for t in tensors),
         "wire_bytes": 0,
         "teams": [],
@@ -200,3 +225,21 @@ def report(optimizer: Any) -> dict[str, Any]:
             for team in ranks.teams
         ]
     return out
+
+
+def splits_points(parameter: Any) -> bool:
+    """Whether a manifold parameter is sharded within its points: a rank can step whole points only."""
+    if manifold_of(parameter) is None or not is_sharded(parameter):
+        return False
+    cut = [getattr(placement, "dim", None) for placement in parameter.placements]
+    return parameter.ndim - 1 in cut or -1 in cut
+
+
+def refuse_flat_shards(parameter: Tensor) -> None:
+    """Refuse a parameter of FSDP1, which looks like a plain tensor and is a piece of a flat one."""
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+        raise RuntimeError(
+            f"a parameter of local shape {tuple(parameter.shape)} belongs to FSDP1 "
+            "(FullyShardedDataParallel), whose flat shards have lost the matrices that RPT works on. "
+            "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
