@@ -23,7 +23,7 @@ from .base import (
 from .cache import FilterCache
 from .logits import robust_filter_logits
 from .parameters import DecayRates, FilterScalars, PositiveParameter, decay_rates
-from .paths.sliced import map_query_slices, visible_end
+from .paths.sliced import map_query_slices
 from .stream import TokenStream
 from .transport import apply_rotation, rotation
 from .visibility import Visibility, quarantine
@@ -184,7 +184,8 @@ class RobustFilterAttention(FilterAttention):
                 query.shape[0] * self.num_heads,
                 query.shape[2],
                 keys,
-                first_visible_end=visible_end(view, stream.ahead),
+                view,
+                stream.ahead,
                 random=dropout > 0,
             )
         return apply_rotation(estimate, *turn), tokens.lost | poisoned.any(1), weights, None

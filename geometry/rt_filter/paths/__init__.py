@@ -11,7 +11,7 @@ from ..parameters import FilterScalars
 from ..visibility import Visibility
 from .dense import PolarEstimate, PolarInputs, polar_estimate
 from .slabs import slab_estimate, tables_at_times
-from .sliced import map_query_slices, visible_end
+from .sliced import map_query_slices
 
 __all__ = ["PolarEstimate", "PolarInputs", "Request", "estimate"]
 
@@ -83,7 +83,8 @@ def estimate(
             batch * heads,
             queries,
             inputs.key.shape[2],
-            first_visible_end=visible_end(view, request.ahead),
+            view,
+            request.ahead,
             random=request.dropout > 0,
         )
     )

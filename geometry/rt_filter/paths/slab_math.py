@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..visibility import slice_ends
 from .slab_tables import MASKED, GridTables, LagValues, Scratch, Slab, TimeTables
 
 __all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab", "multiply_rows"]
@@ -51,31 +52,24 @@ def _slabs(heads: int, batch: int, queries: int, keys: int, source: Sources) -> 
     """Cut the work, leaving out keys that no query of a slice can see."""
     length = max(8, min(MAX_SLICE, queries, SLAB_ELEMENTS // max(1, batch * keys)))
     group = max(1, min(heads, SLAB_ELEMENTS // max(1, batch * keys * length)))
-    starts = range(0, queries, length)
-    seen, whole = [keys] * len(starts), [keys] * len(starts)
-    if source.ahead >= 0 and source.query_times is None:
-        seen = [min(keys, source.ahead + min(start + length, queries)) for start in starts]
-    elif source.ahead >= 0:
-        assert source.query_times is not None
-        assert source.key_times is not None
-        latest = [t.amax(1, keepdim=True) for t in source.query_times.split(length, 1)]
-        first = [t.amin(1, keepdim=True) for t in source.query_times.split(length, 1)]
-        # A key beyond the last one that any query of the slice sees is not touched; up to the first
-        # that one of them does not see, nothing needs masking. One host synchronisation for all.
-        least = source.key_times.flip(1).cummin(1).values.flip(1)
-        most = source.key_times.cummax(1).values
-        seen = torch.stack([(least <= t).any(0).sum() for t in latest]).tolist()
-        whole = torch.stack([(most <= t).all(0).sum() for t in first]).tolist()
+    timed = source.query_times is not None
+    ends, whole = slice_ends(
+        (queries, keys, length),
+        source.ahead >= 0,
+        None if timed else source.ahead,
+        source.query_times,
+        source.key_times,
+    )
     return [
         Slab(
             slice(head, min(head + group, heads)),
             slice(start, min(start + length, queries)),
-            max(1, see),
+            max(1, end),
             queries - min(start + length, queries),
             all_see,
         )
         for head in range(0, heads, group)
-        for start, see, all_see in zip(starts, seen, whole, strict=True)
+        for start, end, all_see in zip(range(0, queries, length), ends, whole, strict=True)
     ]
 
 

@@ -14,16 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..visibility import Visibility
+from ..visibility import Visibility, slice_ends
 
-__all__ = ["map_query_slices", "visible_end"]
+__all__ = ["map_query_slices"]
 
 SLAB_ELEMENTS = 2**18
-
-
-def visible_end(view: Visibility, ahead: int | None) -> int | None:
-    """How many keys query 0 sees, where each next query sees one more; None: any number."""
-    return ahead + 1 if ahead is not None and view.causal else None
 
 
 def map_query_slices(
@@ -31,8 +26,9 @@ def map_query_slices(
     rows: int,
     queries: int,
     keys: int,
+    view: Visibility,
+    ahead: int | None,
     *,
-    first_visible_end: int | None = None,
     random: bool = False,
 ) -> tuple[Tensor, ...]:
     """Apply `function(start, stop, keys)` to slices of queries and concatenate along dimension 2.
@@ -41,15 +37,15 @@ def map_query_slices(
         function: returns tensors whose dimension 2 is the query; must use its captured tensors only
             through differentiable operations.
         rows: batch · heads; slices are sized so that rows · slice · keys stays near SLAB_ELEMENTS.
-        first_visible_end: with tokens in causal order, how many keys query 0 can see; later keys
-            are then left out of a slice altogether.
+        view, ahead: what the queries see; keys out of sight of a whole slice are left out.
         random: whether the function draws random numbers that backward must draw again.
     """
     length = max(8, SLAB_ELEMENTS // max(1, rows * keys))
     pieces: list[tuple[Tensor, ...]] = []
-    for start in range(0, max(queries, 1), length):
+    sizes = (queries, keys, length)
+    ends, _ = slice_ends(sizes, view.causal, ahead, view.query_times, view.key_times)
+    for start, visible in zip(range(0, queries, length), ends, strict=True):
         stop = min(start + length, queries)
-        visible = keys if first_visible_end is None else min(keys, first_visible_end + stop - 1)
         if torch.is_grad_enabled():
             piece = checkpoint(
                 function, start, stop, visible, use_reentrant=False, preserve_rng_state=random
