@@ -68,8 +68,8 @@ def _slabs(heads: int, batch: int, queries: int, keys: int, source: Sources) -> 
             queries - min(start + length, queries),
             all_see,
         )
-        for head in range(0, heads, group)
         for start, end, all_see in zip(range(0, queries, length), ends, whole, strict=True)
+        for head in range(0, heads, group)
     ]
 
 

@@ -154,16 +154,24 @@ class TimeTables:
         self.query_times, self.key_times = query_times, key_times
         self.gradient = torch.zeros_like(numbers)
         self.scratch = scratch
+        self.measured: slice | None = None
 
     def _number(self, which: int, slab: Slab) -> Tensor:
         return self.numbers[which, slab.heads].reshape(-1, 1, 1, 1)
 
-    def open(self, slab: Slab) -> LagValues:
+    def _measure(self, slab: Slab) -> None:
+        """Lags, (1 or batch, slice, keys), and hidden pairs; the same for all heads of a slice."""
         total = self.query_times.shape[1]
         rows = slice(total - slab.queries.stop, total - slab.queries.start)
         gap = self.query_times[:, rows, None] - self.key_times[:, None, : slab.keys]
-        hidden = gap[..., slab.whole :] < 0 if self.causal else None
-        lag = (gap.clamp_(min=0.0) if self.causal else gap.abs_()).to(self.numbers.dtype)
+        self.hidden = gap[..., slab.whole :] < 0 if self.causal else None
+        self.lag = (gap.clamp_(min=0.0) if self.causal else gap.abs_()).to(self.numbers.dtype)
+        self.measured = slab.queries
+
+    def open(self, slab: Slab) -> LagValues:
+        if self.measured != slab.queries:
+            self._measure(slab)
+        lag, hidden = self.lag, self.hidden
         shape = (slab.heads.stop - slab.heads.start, *lag.shape)
         names = ("decay", "squared", "tangential", "inverse", "slope", "offset", "ratio",
                  "variance", "log_rho", "rho")  # fmt: skip
@@ -175,7 +183,8 @@ class TimeTables:
         )
         torch.mul(lag, -self._number(MU, slab), out=decay).exp_()
         torch.mul(decay, decay, out=squared)
-        torch.addcmul(added, squared, key, out=tangential)
+        # Not addcmul, which is several times slower with two operands broadcast.
+        torch.mul(squared, key, out=tangential).add_(added)
         residual = torch.add(tangential, query, out=ratio)
         torch.div(scale, residual, out=inverse)
         ratio = residual.div_(tangential)
@@ -183,12 +192,13 @@ class TimeTables:
         torch.mul(inverse, floor, out=offset)
         if self.radial:
             nu = self._number(NU_R, slab)
-            torch.addcmul(self._number(ADD_R, slab), squared, self._number(KEY_R, slab), out=radial)
+            torch.mul(squared, self._number(KEY_R, slab), out=radial)
+            radial.add_(self._number(ADD_R, slab))
             torch.log2(radial, out=log_rho).mul_(-math.log(2.0))
-            torch.addcmul(nu * self._number(QUERY_R, slab), radial, nu, out=rho).reciprocal_()
+            torch.add(radial, self._number(QUERY_R, slab), out=rho).mul_(nu).reciprocal_()
             if hidden is not None:
                 log_rho[..., slab.whole :].masked_fill_(hidden, MASKED)
-        self.lag, self.decay, self.squared, self.tangential = lag, decay, squared, tangential
+        self.decay, self.squared, self.tangential = decay, squared, tangential
         self.inverse, self.variance, self.rho = inverse, radial, rho
         return LagValues(slope, offset, log_rho, rho, decay, None, ratio, hidden)
 
