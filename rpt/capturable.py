@@ -65,10 +65,9 @@ def update_on_device(optimizer: SteppingOptimizer, live: Sequence[Live], seen: C
                 group["gain"] = group["gain"].to(mine[0].coherence.device)
             # In place: a replay reads what the replay before it wrote.
             group["gain"].copy_(group_gain(group, mine))
-    if optimizer._attachment is not None:
-        optimizer._attachment.after_step(
-            {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
-        )
+    optimizer._end_observed_step(
+        {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
+    )
 
 
 def _refuse(

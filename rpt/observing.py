@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rpt.observers.attach import Attachment, attach
+from rpt.observers.caller import warn
 from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.staging import ObservationStage
+
+from .checkpoint import canonical_name
 
 __all__ = ["ObservingOptimizer"]
 
@@ -24,6 +27,8 @@ class ObservingOptimizer(Optimizer):
     _stage: ObservationStage
     _attachment: Attachment | None
     _observe_every: int
+    _names: dict[Tensor, str]  # what attached models call their parameters
+    _bereft: bool  # whether the run that this one continues had a model to observe
 
     def attach_model(
         self,
@@ -37,8 +42,9 @@ class ObservingOptimizer(Optimizer):
         """Observe a model's boundaries, replacing an earlier attachment.
 
         Observed are the modules that the model, or any module inside it, names in
-        `optimizer_observation_modules()`; without one, every `nn.Linear` of this optimizer whose
-        smaller side is at least 2. `module_filter` and `sites` override both.
+        `optimizer_observation_modules()`; without one, every `nn.Linear` (and `Conv1D` of
+        transformers) of this optimizer whose smaller side is at least 2. `module_filter` and `sites`
+        override both. One warning says what was found where that leaves nothing.
 
         Args:
             model: the model that is trained.
@@ -49,8 +55,10 @@ class ObservingOptimizer(Optimizer):
 
         Returns:
             The names of the observed modules.
+
+        Raises:
+            TypeError, ValueError: what cannot be attached; an earlier attachment then stays.
         """
-        self.remove_observers()
         self._attachment = attach(
             model,
             self._all_parameters(),
@@ -59,7 +67,11 @@ class ObservingOptimizer(Optimizer):
             strategy=strategy,
             observe_every=self._observe_every if observe_every is None else observe_every,
             sites=sites,
+            replacing=self._attachment,
         )
+        self._bereft = False
+        names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
+        self._names |= {p: names[p] for p in self._all_parameters() if p in names}
         self._restore_observation_ages()
         return [name for name, *_ in self._attachment.sites]
 
@@ -87,6 +99,9 @@ class ObservingOptimizer(Optimizer):
 
         Returns:
             The normalised entropy rank, 0-d.
+
+        Raises:
+            ValueError: widths that do not fit a named weight, or rows that do not match.
         """
         explicit = ExplicitObserver(self._stage)
         return explicit.observe(activations, residuals, self._own(parameters))
@@ -106,9 +121,31 @@ class ObservingOptimizer(Optimizer):
 
     def remove_observers(self) -> None:
         """Detach from the model; polar weights keep their values."""
+        self._detach()
+        for record in self.state.values():
+            if "observation_age" in record:
+                record["observation_age"] = 0
+
+    def _detach(self) -> None:
+        self._bereft = False
         if self._attachment is not None:
             self._attachment.detach()
             self._attachment = None
+
+    def _end_observed_step(self, coherence: Mapping[Tensor, Tensor]) -> None:
+        """Advance the cadence; say so, once, where a copy or a loaded run has lost its model."""
+        if self._attachment is not None and self._attachment.lost:
+            self._detach()
+            self._bereft = True
+        if self._bereft:
+            self._bereft = False
+            warn(
+                "this optimizer continues a run that observed a model, but observes none itself: it "
+                "was unpickled, loaded, or copied without the model. Call attach_model(model) on it, "
+                "or remove_observers() if that is meant; until then polar weights stay as they are"
+            )
+        elif self._attachment is not None:
+            self._attachment.after_step(coherence)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop observations of the backward passes they came from."""
@@ -123,11 +160,11 @@ class ObservingOptimizer(Optimizer):
                     self.state[parameter]["observation_age"] = age
 
     def _restore_observation_ages(self) -> None:
+        ages = {p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")}
         if self._attachment is not None:
-            ages = {
-                p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")
-            }
             self._attachment.restore_ages(ages)
+        else:
+            self._bereft = bool(ages)
 
     def _all_parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rpt.observers.attach import Attachment
 from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import ObservationStage
 
-from .checkpoint import check_loadable, restore_dtypes
+from .checkpoint import check_loadable, matched_by_name, restore_dtypes
 from .options import (
     IMPLEMENTATION_KEYWORDS,
     OPTIONS,
@@ -165,16 +166,18 @@ class ResidualPolarTransport(SteppingOptimizer):
         self._begin()
         super().__init__(params, defaults)
 
-    def _begin(self) -> None:
-        """Set up what is never serialised."""
+    def _begin(self, attachment: Attachment | None = None) -> None:
+        """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
         # Whoever compiles step() gets it as it is: its host decisions would be traced anew each time.
         # Done here because importing torch.compiler's machinery takes seconds that `import rpt` saves.
         update = ResidualPolarTransport._update
         if not hasattr(update, "_torchdynamo_disable"):
             ResidualPolarTransport._update = torch.compiler.disable(update)  # type: ignore[method-assign]
         self._registry = StackRegistry()
-        self._stage = ObservationStage(self.observer_settings)
-        self._attachment = None
+        self._attachment = attachment
+        self._stage = attachment.stage if attachment else ObservationStage(self.observer_settings)
+        self._bereft = False
+        self._names = getattr(self, "_names", {})
         self._ownership: Ownership | None = None
         self._grown = False
         self._warned: set[str] = set()
@@ -287,13 +290,16 @@ class ResidualPolarTransport(SteppingOptimizer):
             "_custom_roots": self._custom_roots,
             "observer_settings": self.observer_settings,
             "_observe_every": self._observe_every,
+            "_attachment": self._attachment,
+            "_names": self._names,
             "_mode": self._mode if isinstance(self._mode, str) else "auto",
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_stage"):
-            self._begin()
+            self._begin(state.get("_attachment"))
+            self._restore_observation_ages()
         self._registry.forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -315,9 +321,13 @@ class ResidualPolarTransport(SteppingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` gave, keeping every tensor's own dtype.
 
+        Parameters are matched by name where both sides know all names, else by order, as torch
+        matches them; a warning says where names are known but differ.
+
         Raises:
             ValueError: groups, parameter shapes or root backends that do not match.
         """
+        state_dict = matched_by_name(self, state_dict)
         check_loadable(self, state_dict)
         for group in state_dict["param_groups"]:
             self._backend(group.get("roots", "auto"))

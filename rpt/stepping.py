@@ -6,13 +6,14 @@ The rule is `rpt.update`, the batching `rpt.engine`, the ranks `rpt.ownership`; 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import compress
 
 import torch
 from torch import Tensor
+
+from rpt.observers.caller import warn
 
 from .capturable import update_on_device
 from .engine import StackWork, advance, deliver, group_gain, sort_into_stacks
@@ -41,12 +42,15 @@ class SteppingOptimizer(ObservingOptimizer):
         raise NotImplementedError
 
     def parameter_name(self, group_index: int, index: int) -> str:
-        """How messages call a parameter: by its name where one was given, else by group and shape."""
+        """How messages call a parameter: as it was named, else as an attached model names it, else by
+        group and shape."""
         group = self.param_groups[group_index]
-        shape = tuple(group["params"][index].shape)
+        parameter = group["params"][index]
+        shape = tuple(parameter.shape)
         names = group.get("param_names")
-        if names:
-            return f"{names[index]} {shape}"
+        name = names[index] if names else self._names.get(parameter)
+        if name:
+            return f"{name} {shape}"
         return f"parameter {index} of group {group_index} {shape}"
 
     def _update(self) -> None:
@@ -126,8 +130,8 @@ class SteppingOptimizer(ObservingOptimizer):
         # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
         # led to: nothing was to be observed.
         made_up = bool(peaks) and not any(peaks)
-        if self._attachment is not None and not made_up:
-            self._attachment.after_step(
+        if not made_up:
+            self._end_observed_step(
                 {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
             )
 
@@ -238,4 +242,4 @@ class SteppingOptimizer(ObservingOptimizer):
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=3)
+            warn(message)
