@@ -29,7 +29,7 @@ class TinyTransformer(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY_SIZE, WIDTH)
         self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
         self.blocks = nn.ModuleList(
-            ContextTransformerBlock(WIDTH, heads=4, causal=True) for _ in range(2)
+            ContextTransformerBlock(WIDTH, num_heads=4, is_causal=True) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY_SIZE)
 

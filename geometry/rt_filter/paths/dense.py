@@ -1,7 +1,7 @@
 """The reference path: one slab of queries against keys, in plain differentiable operations.
 
 Called on all queries at once it is the dense oracle (it makes queries × keys tensors and supports
-double backward); `chunked.py` calls it on slices.
+double backward); `sliced.py` calls it on slices.
 
 Source: RT-Filter paper, Algorithm 1 steps 3–6, extensions G.1 and G.3.
 """
@@ -14,17 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .logits import (
-    PolarSettings,
-    directional_logits,
-    lag_tables,
-    masked_log_sum_exp,
-    masked_softmax,
-    radial_logits,
-)
-from .masks import Visibility
-from .model import multiply_by_i
-from .parameters import FilterScalars
+from ...softmax import masked_log_sum_exp, masked_softmax
+from ..logits import PolarSettings, directional_logits, lag_tables, radial_logits
+from ..model import multiply_by_i
+from ..parameters import FilterScalars
+from ..visibility import Visibility
 
 __all__ = ["PolarEstimate", "PolarInputs", "polar_estimate"]
 

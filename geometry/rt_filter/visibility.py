@@ -1,7 +1,7 @@
-"""Who may see whom: causality in time, padding, boolean and additive masks, and damaged keys.
+"""Who may see whom: causality in time, padding, boolean and additive masks, and damaged tokens.
 
 No (queries × keys) tensor is made here except a slice of one; a mask that the caller passes is the
-caller's own.
+caller's own. The convention of masks is that of `geometry.masks`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Visibility", "check_attention_mask", "check_padding_mask", "rows_that_see"]
+from ..softmax import damaged
+
+__all__ = ["Visibility", "quarantine", "rows_that_see", "slice_ends", "visible_rows"]
 
 
 class Visibility(NamedTuple):
@@ -60,48 +62,8 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first & second
 
 
-def check_padding_mask(mask: Tensor, batch: int, tokens: int) -> Tensor:
-    """A boolean (batch, tokens) mask, True where padded. Raises TypeError or ValueError
-    otherwise.
-    """
-    if mask.dtype != torch.bool:
-        raise TypeError(
-            f"key_padding_mask must be boolean (True where a token is padding), got {mask.dtype}"
-        )
-    if mask.shape != (batch, tokens):
-        raise ValueError(
-            f"key_padding_mask must have shape ({batch}, {tokens}), got {tuple(mask.shape)}"
-        )
-    return mask
-
-
-def check_attention_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    """Bring (q, k), (batch, q, k) or (1 or batch, 1 or heads, q, k) to four dimensions."""
-    full = mask
-    if full.dim() == 2:
-        full = full[None, None]
-    elif full.dim() == 3:
-        full = full.unsqueeze(1)
-    fits = full.dim() == 4 and full.shape[2:] == (queries, keys)
-    if not fits or full.shape[0] not in (1, batch) or full.shape[1] not in (1, heads):
-        raise ValueError(
-            f"attn_mask must have shape ({queries}, {keys}), ({batch}, {queries}, {keys}) or"
-            f" (1 or {batch}, 1 or {heads}, {queries}, {keys}), got {tuple(mask.shape)}"
-        )
-    if full.dtype != torch.bool and not full.is_floating_point():
-        raise TypeError(
-            "attn_mask must be boolean (True: may attend) or floating (added to the logits),"
-            f" got {mask.dtype}"
-        )
-    return full
-
-
 def rows_that_see(keys: Tensor, view: Visibility) -> Tensor:
     """Queries that see at least one of the marked keys: boolean (batch, 1 or heads, queries).
-
-    Two uses. Keys that are not finite enter the sums as zeros, so that they cannot reach queries
-    that do not see them; the queries that do are set to NaN by this mask, as plain arithmetic would
-    have done. And with every key marked: the rows that are not fully masked.
 
     Args:
         keys: boolean (batch, keys).
@@ -112,8 +74,63 @@ def rows_that_see(keys: Tensor, view: Visibility) -> Tensor:
         if view.causal:
             allowed = allowed & (view.lag() >= 0)
         return (allowed & marked[:, None, None, :]).any(-1)
-    if not view.causal:
-        return marked.any(-1)[:, None, None].expand(-1, 1, view.query_times.shape[1])
+    queries = view.query_times.shape[1]
+    if not view.causal or not keys.shape[1]:
+        return marked.any(-1)[:, None, None].expand(-1, 1, queries)
     times = view.key_times.expand_as(marked)
     earliest = times.masked_fill(~marked, float("inf")).amin(-1, keepdim=True)
     return (view.query_times >= earliest).unsqueeze(1)
+
+
+def visible_rows(view: Visibility, batch: int) -> Tensor:
+    """Queries that are not fully masked: boolean (batch, 1 or heads, queries)."""
+    times = view.key_times
+    everything = torch.ones(batch, times.shape[1], dtype=torch.bool, device=times.device)
+    return rows_that_see(everything, view)
+
+
+def slice_ends(
+    sizes: tuple[int, int, int],
+    causal: bool,
+    ahead: int | None,
+    query_times: Tensor | None,
+    key_times: Tensor | None,
+) -> tuple[list[int], list[int]]:
+    """For each slice of queries: beyond how many keys none is in sight, and up to how many all are.
+
+    Args:
+        sizes: queries, keys, and queries in a slice.
+        ahead: keys before query 0 on the default grid, or None at given times.
+    """
+    queries, keys, length = sizes
+    stops = [min(start + length, queries) for start in range(0, queries, length)]
+    if not causal or (ahead is None and torch.compiler.is_compiling()):
+        return [keys] * len(stops), [keys if not causal else 0] * len(stops)
+    if ahead is not None:
+        return [min(keys, ahead + stop) for stop in stops], [0] * len(stops)
+    assert query_times is not None
+    assert key_times is not None
+    slices = query_times.split(length, 1)
+    least = key_times.flip(1).cummin(1).values.flip(1)
+    most = key_times.cummax(1).values
+    # One host synchronisation for all slices, which spares about half of the work.
+    ends = torch.stack([(least <= t.amax(1, keepdim=True)).any(0).sum() for t in slices])
+    whole = torch.stack([(most <= t.amin(1, keepdim=True)).all(0).sum() for t in slices])
+    return ends.tolist(), whole.tolist()
+
+
+def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Replace keys that are not finite by zeros; say which queries see one, (batch, 1 or heads, q).
+
+    So they cannot reach queries that do not see them, in value or gradient; the queries that do are
+    set to NaN by the caller, as plain arithmetic would have done.
+
+    Args:
+        tensors: per-key features (batch, heads, keys, 2d) or magnitudes (batch, heads, keys).
+    """
+    marks = [damaged(t if t.dim() == 4 else t.unsqueeze(-1)) for t in tensors]
+    bad = torch.stack(marks).any(0).any(1)
+    clean = [
+        t.masked_fill(bad[:, None, :, None] if t.dim() == 4 else bad[:, None], 0.0) for t in tensors
+    ]
+    return clean, rows_that_see(bad, view)

@@ -9,12 +9,10 @@ from rpt.geometry.rt_filter import (
     PolarSettings,
     RobustFilterAttention,
     Visibility,
-    chunked,
-    kernel,
     kernel_estimate,
-    kernel_slabs,
     polar_estimate,
 )
+from rpt.geometry.rt_filter.paths import slab_math, slabs, sliced
 from torch.nn import functional as F
 
 SETTINGS = {
@@ -30,9 +28,9 @@ SETTINGS = {
 @pytest.fixture
 def small_slabs(monkeypatch):
     """Force many slices and head groups on small inputs."""
-    monkeypatch.setattr(kernel_slabs, "SLAB_ELEMENTS", 600)
-    monkeypatch.setattr(kernel_slabs, "MAX_SLICE", 8)
-    monkeypatch.setattr(chunked, "SLAB_ELEMENTS", 600)
+    monkeypatch.setattr(slab_math, "SLAB_ELEMENTS", 600)
+    monkeypatch.setattr(slab_math, "MAX_SLICE", 8)
+    monkeypatch.setattr(sliced, "SLAB_ELEMENTS", 600)
 
 
 def make(batch, heads, queries, keys, features, dtype):
@@ -249,12 +247,12 @@ def test_the_fast_path_is_an_ordinary_operator():
         seen.append(args)
         return original(*args)
 
-    original = kernel._polar_forward
+    original = slabs._polar_forward
     try:
-        kernel._polar_forward = capture
+        slabs._polar_forward = capture
         kernel_estimate(inputs, scalars, PolarSettings(), causal=True)
     finally:
-        kernel._polar_forward = original
+        slabs._polar_forward = original
     arguments = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
                  for a in seen[0]]  # fmt: skip
     torch.library.opcheck(
@@ -283,7 +281,7 @@ def peak_memory(tokens, times):
 @pytest.mark.parametrize("times", [False, True], ids=["grid", "times"])
 def test_memory_grows_linearly(times, monkeypatch):
     """One float32 weight matrix for two heads takes 32 MiB at 2048 tokens, and many are needed."""
-    for module in (kernel_slabs, chunked):
+    for module in (slab_math, sliced):
         monkeypatch.setattr(module, "SLAB_ELEMENTS", 2**15)
     short, long = peak_memory(512, times), peak_memory(2048, times)
     assert long < short + 10

@@ -1,7 +1,7 @@
 """Forward and backward arithmetic of the closed-form path, one slab at a time.
 
 A slab is a group of heads times a slice of queries against all keys it can see, in scratch buffers
-of a fixed size. `kernel.py` says what is computed; here is how, in place, and the chain rule for it.
+of a fixed size. `slabs.py` says what is computed; here is how, in place, and the chain rule for it.
 
 Logarithms are most of the time. They are taken to base 2, which is the cheapest to compute, and the
 exponents that multiply them hold the factor ln 2.
@@ -17,115 +17,108 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..visibility import slice_ends
+from .slab_tables import MASKED, GridTables, LagValues, Scratch, Slab, TimeTables
+
 __all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab", "multiply_rows"]
 
-SLAB_ELEMENTS = 2**19
-MAX_SLICE = 128
+SLAB_ELEMENTS = 2**17
+MAX_SLICE = 64
 
 EXPONENTIAL, RADIAL, SHARED = 1, 2, 4
-SLOPE, OFFSET, LOG_RATIO, LOG_RHO, RHO, DECAY = range(6)
 TEMPERATURE, EXPONENT, RADIAL_EXPONENT = range(3)
 
 
-class Slab(NamedTuple):
-    """One group of heads and one slice of queries, all sizes (group, batch, slice, keys)."""
+class Sources(NamedTuple):
+    """Inputs of the operator, as `slabs.py` describes them."""
 
-    heads: slice
-    queries: slice
-    keys: int
-    table_offset: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_magnitude: Tensor
+    key_magnitude: Tensor
+    tables: Tensor
+    constants: Tensor
+    bias: Tensor | None
+    query_times: Tensor | None
+    key_times: Tensor | None
+    seed: Tensor
+    flags: int
+    ahead: int
+    dropout: float
 
 
-def _slabs(heads: int, batch: int, queries: int, keys: int, ahead: int) -> list[Slab]:
-    """Cut the work; `ahead` ≥ 0 is how many keys precede query 0 (causal), −1: all keys visible."""
+def _slabs(heads: int, batch: int, queries: int, keys: int, source: Sources) -> list[Slab]:
+    """Cut the work, leaving out keys that no query of a slice can see."""
     length = max(8, min(MAX_SLICE, queries, SLAB_ELEMENTS // max(1, batch * keys)))
     group = max(1, min(heads, SLAB_ELEMENTS // max(1, batch * keys * length)))
-    found = []
-    for first in range(0, heads, group):
-        for start in range(0, queries, length):
-            stop = min(start + length, queries)
-            seen = keys if ahead < 0 else min(keys, ahead + stop)
-            found.append(
-                Slab(
-                    slice(first, min(first + group, heads)),
-                    slice(start, stop),
-                    seen,
-                    queries - stop,
-                )
-            )
-    return found
+    timed = source.query_times is not None
+    ends, whole = slice_ends(
+        (queries, keys, length),
+        source.ahead >= 0,
+        None if timed else source.ahead,
+        source.query_times,
+        source.key_times,
+    )
+    return [
+        Slab(
+            slice(head, min(head + group, heads)),
+            slice(start, min(start + length, queries)),
+            max(1, end),
+            queries - min(start + length, queries),
+            all_see,
+        )
+        for start, end, all_see in zip(range(0, queries, length), ends, whole, strict=True)
+        for head in range(0, heads, group)
+    ]
 
 
 class Work:
     """Head-major, query-reversed views of the inputs, and scratch memory for one slab."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_magnitude: Tensor,
-        key_magnitude: Tensor,
-        tables: Tensor,
-        constants: Tensor,
-        bias: Tensor | None,
-        seed: Tensor,
-        flags: int,
-        ahead: int,
-        dropout: float,
-    ) -> None:
-        self.query = query.transpose(0, 1).flip(2).contiguous()
-        self.key = key.transpose(0, 1).contiguous()
-        self.value = value.transpose(0, 1).contiguous()
-        self.own = query_magnitude.transpose(0, 1).flip(2).contiguous()
-        self.magnitude = key_magnitude.transpose(0, 1).contiguous()
+    def __init__(self, source: Sources) -> None:
+        self.query = source.query.transpose(0, 1).flip(2).contiguous()
+        self.key = source.key.transpose(0, 1).contiguous()
+        self.value = source.value.transpose(0, 1).contiguous()
+        self.own = source.query_magnitude.transpose(0, 1).flip(2).contiguous()
+        self.magnitude = source.key_magnitude.transpose(0, 1).contiguous()
         self.square = self.magnitude * self.magnitude
-        self.tables = tables.contiguous()
-        self.constants = constants
-        self.per_octave = constants * math.log(2.0)
-        self.bias = bias
-        self.exponential = bool(flags & EXPONENTIAL)
-        self.radial = bool(flags & RADIAL)
-        self.shared = bool(flags & SHARED)
+        self.constants = source.constants
+        self.per_octave = source.constants * math.log(2.0)
+        self.bias = source.bias
+        self.exponential = bool(source.flags & EXPONENTIAL)
+        self.radial = bool(source.flags & RADIAL)
+        self.shared = bool(source.flags & SHARED)
         heads, batch, queries, _ = self.query.shape
-        self.slabs = _slabs(heads, batch, queries, key.shape[2], ahead)
-        self.size = max(
+        self.slabs = _slabs(heads, batch, queries, source.key.shape[2], source)
+        size = max(
             ((s.heads.stop - s.heads.start) * (s.queries.stop - s.queries.start) * s.keys)
             for s in self.slabs
         )
-        self.size *= batch
-        self.memory: dict[str, Tensor] = {}
-        self.dropout = dropout
+        self.scratch = Scratch(self.query, size * batch)
+        self.tables: GridTables | TimeTables = GridTables(source.tables)
+        if source.query_times is not None and source.key_times is not None:
+            self.tables = TimeTables(
+                source.tables,
+                source.query_times.flip(1),
+                source.key_times,
+                source.ahead >= 0,
+                self.radial and not self.shared,
+                source.constants[TEMPERATURE],
+                self.scratch,
+            )
+        self.dropout = source.dropout
         self.generator = None
-        if dropout:
-            self.generator = torch.Generator(device=query.device)
+        if self.dropout:
+            self.generator = torch.Generator(device=self.query.device)
             # The seed is drawn on the host; reading it syncs no device.
-            self.generator.manual_seed(int(seed))
+            self.generator.manual_seed(int(source.seed))
 
     def rows(self, slab: Slab, reversed_tensor: Tensor) -> Tensor:
         total = reversed_tensor.shape[2]
         return reversed_tensor[
             slab.heads, :, total - slab.queries.stop : total - slab.queries.start
         ]
-
-    def scratch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self.memory:
-            self.memory[name] = self.query.new_empty(self.size)
-        count = 1
-        for size in shape:
-            count *= size
-        return self.memory[name][:count].view(shape)
-
-    def table(self, which: int, slab: Slab) -> Tensor:
-        """A vector over lags as a (group, 1, slice, keys) table: strides (1, 1), no copy."""
-        width = self.tables.shape[2]
-        heads, length = slab.heads, slab.queries.stop - slab.queries.start
-        return torch.as_strided(
-            self.tables,
-            (heads.stop - heads.start, 1, length, slab.keys),
-            (width, 0, 1, 1),
-            (which * self.tables.shape[1] + heads.start) * width + slab.table_offset,
-        )
 
     def constant(self, which: int, slab: Slab) -> Tensor:
         return self.constants[which, slab.heads].reshape(-1, 1, 1, 1)
@@ -148,9 +141,10 @@ class Intermediates(NamedTuple):
     """What the backward pass reuses from a slab; (group, batch, slice, keys) each.
 
     penalty is what the exponent c multiplies: log₂(1 + k S) (times ln 2), or k S with exponential
-    weights; so is radial_penalty. log_kappa is log₂ k.
+    weights; so is radial_penalty. log_kappa is log₂ k, of k·ratio at given times.
     """
 
+    lags: LagValues
     gap: Tensor
     kappa: Tensor
     log_kappa: Tensor
@@ -181,7 +175,7 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
 def forward_slab(work: Work, slab: Slab) -> Intermediates:
     query, key = work.rows(slab, work.query), work.key[slab.heads, :, : slab.keys]
     shape = (*query.shape[:3], slab.keys)
-    one = query.new_ones(())
+    one, lags = query.new_ones(()), work.tables.open(slab)
     gap, kappa, log_kappa, inner, penalty, attention, logits = (
         work.scratch(name, shape)
         for name in ("gap", "kappa", "log_kappa", "inner", "penalty", "attention", "logits")
@@ -195,11 +189,16 @@ def forward_slab(work: Work, slab: Slab) -> Intermediates:
     )
     gap.clamp_(min=0.0)
     square = work.square[slab.heads, :, None, : slab.keys]
-    torch.addcmul(work.table(OFFSET, slab), square, work.table(SLOPE, slab), out=kappa)
-    torch.log2(kappa, out=log_kappa)
-    torch.addcmul(
-        work.table(LOG_RATIO, slab), log_kappa, work.octave(TEMPERATURE, slab), out=logits
-    )
+    torch.addcmul(lags.offset, square, lags.slope, out=kappa)
+    if lags.ratio is not None:
+        torch.mul(kappa, lags.ratio, out=log_kappa).log2_()
+        torch.mul(log_kappa, work.octave(TEMPERATURE, slab), out=logits)
+        if lags.hidden is not None:
+            logits[..., slab.whole :].masked_fill_(lags.hidden, MASKED)
+    else:
+        assert lags.log_ratio is not None
+        torch.log2(kappa, out=log_kappa)
+        torch.addcmul(lags.log_ratio, log_kappa, work.octave(TEMPERATURE, slab), out=logits)
     if work.exponential:
         penalty = inner = torch.mul(kappa, gap, out=inner)
         logits.addcmul_(penalty, work.constant(EXPONENT, slab), value=-1.0)
@@ -217,12 +216,12 @@ def forward_slab(work: Work, slab: Slab) -> Intermediates:
         dropped.bernoulli_(1.0 - work.dropout, generator=work.generator)
         dropped.div_(1.0 - work.dropout)
         kept = torch.mul(attention, dropped, out=work.scratch("kept", shape))
-    result = Intermediates(gap, kappa, log_kappa, inner, penalty, attention, kept, dropped)
+    result = Intermediates(lags, gap, kappa, log_kappa, inner, penalty, attention, kept, dropped)
     if not work.radial:
         return result
     moved, projected = work.scratch("moved", shape), work.scratch("projected", shape)
     magnitude = work.magnitude[slab.heads, :, None, : slab.keys]
-    torch.mul(magnitude, work.table(DECAY, slab), out=moved)
+    torch.mul(magnitude, lags.decay, out=moved)
     torch.addcmul(moved, moved, gap, value=-1.0, out=projected)
     result = result._replace(moved=moved, projected=projected, radial=attention)
     if work.shared:
@@ -233,13 +232,13 @@ def forward_slab(work: Work, slab: Slab) -> Intermediates:
     torch.sub(projected, work.rows(slab, work.own).unsqueeze(-1), out=off)
     torch.mul(off, off, out=squared)
     if work.exponential:
-        radial_penalty = torch.mul(squared, work.table(RHO, slab), out=radial_inner)
-        torch.sub(work.table(LOG_RHO, slab), radial_penalty, out=logits)
+        radial_penalty = torch.mul(squared, lags.rho, out=radial_inner)
+        torch.sub(lags.log_rho, radial_penalty, out=logits)
     else:
-        torch.addcmul(one, squared, work.table(RHO, slab), out=radial_inner)
+        torch.addcmul(one, squared, lags.rho, out=radial_inner)
         radial_penalty = torch.log2(radial_inner, out=squared)
         torch.addcmul(
-            work.table(LOG_RHO, slab),
+            lags.log_rho,
             radial_penalty,
             work.octave(RADIAL_EXPONENT, slab),
             value=-1.0,
@@ -266,25 +265,7 @@ class Gradients:
         self.value = torch.zeros_like(work.value.mT, memory_format=torch.contiguous_format)
         self.own = torch.zeros_like(work.own)
         self.magnitude = torch.zeros_like(work.magnitude)
-        self.tables = torch.zeros_like(work.tables)
         self.constants = torch.zeros_like(work.constants)
-
-    def add_table(self, which: int, slab: Slab, values: Tensor) -> None:
-        """Sum (group, batch, slice, keys) over batch and over equal lags into a table's gradient.
-
-        Row r of a slice is shifted by r. Written into a band of a zero matrix one longer per row,
-        equal lags stand in one column.
-        """
-        group, _, length, keys = values.shape
-        width = keys + length - 1
-        band = values.new_zeros(group, length * (width + 1))
-        torch.sum(
-            values,
-            dim=1,
-            out=band.as_strided((group, length, keys), (length * (width + 1), width + 1, 1)),
-        )
-        columns = band[:, : length * width].view(group, length, width).sum(1)
-        self.tables[which, slab.heads, slab.table_offset : slab.table_offset + width] += columns
 
 
 class Upward(NamedTuple):
@@ -314,7 +295,6 @@ def backward_slab(work: Work, slab: Slab, grads: Gradients, upward: Upward) -> N
         score.addcmul_(saved.projected, magnitude)
     score.sub_(work.rows(slab, upward.row_mean).unsqueeze(-1))
     score.mul_(saved.attention)  # ∂/∂L
-    grads.add_table(LOG_RATIO, slab, score)
     octave = math.log(2.0)
     grads.constants[TEMPERATURE, heads] += octave * _dot(score, saved.log_kappa)
     unit = 1.0 if work.exponential else octave
@@ -332,15 +312,16 @@ def backward_slab(work: Work, slab: Slab, grads: Gradients, upward: Upward) -> N
         torch.addcmul(pull, score, temperature - exponent, out=kappa_grad)
         kappa_grad.div_(saved.kappa)
     torch.mul(pull, saved.kappa, out=cosine_grad)
-    grads.add_table(OFFSET, slab, kappa_grad)
     product = torch.mul(kappa_grad, work.square[heads, :, None, :keys], out=pull)
-    grads.add_table(SLOPE, slab, product)
-    torch.mul(kappa_grad, work.table(SLOPE, slab), out=product)
+    work.tables.add_precision(slab, score, kappa_grad, product, saved.kappa)
+    torch.mul(kappa_grad, saved.lags.slope, out=product)
     grads.magnitude[heads, :, :keys].addcmul_(
         product.sum(2), work.magnitude[heads, :, :keys], value=2.0
     )
+    decay_grad = None
     if work.radial:
-        _backward_radial(work, slab, grads, upward, saved, cosine_grad)
+        decay_grad = _backward_radial(work, slab, grads, upward, saved, cosine_grad)
+    work.tables.add_decay(slab, decay_grad)
     grads_query = cosine_grad @ work.key[heads, :, :keys]
     total = work.query.shape[2]
     grads.query[heads, :, total - slab.queries.stop : total - slab.queries.start] = grads_query
@@ -354,7 +335,8 @@ def _backward_radial(
     upward: Upward,
     saved: Intermediates,
     cosine_grad: Tensor,
-) -> None:
+) -> Tensor:
+    """Adds to the gradients; returns that of the decay E."""
     heads, keys, shape = slab.heads, slab.keys, saved.gap.shape
     magnitude = work.rows(slab, upward.magnitude).unsqueeze(-1)
     assert saved.projected is not None
@@ -369,9 +351,9 @@ def _backward_radial(
         projected_grad = torch.mul(saved.radial, magnitude, out=saved.radial)
         score = saved.projected.sub_(work.rows(slab, upward.radial_mean).unsqueeze(-1))
         score.mul_(projected_grad)  # ∂/∂L_R
-        grads.add_table(LOG_RHO, slab, score)
+        radial_score = score
         if work.exponential:
-            pull = score
+            pull = work.scratch("radial pull", shape).copy_(score)
         else:
             change = _dot(score, saved.radial_penalty)
             grads.constants[RADIAL_EXPONENT, heads] -= math.log(2.0) * change
@@ -379,8 +361,8 @@ def _backward_radial(
             pull.mul_(work.constant(RADIAL_EXPONENT, slab))
         pull.mul_(saved.off)
         product = torch.mul(pull, saved.off, out=saved.off).neg_()
-        grads.add_table(RHO, slab, product)
-        off_grad = pull.mul_(work.table(RHO, slab)).mul_(-2.0)
+        off_grad = pull.mul_(saved.lags.rho).mul_(-2.0)
+        work.tables.add_radial(slab, radial_score, product)
         total = work.own.shape[2]
         grads.own[heads, :, total - slab.queries.stop : total - slab.queries.start] = -off_grad.sum(
             -1
@@ -389,10 +371,9 @@ def _backward_radial(
     cosine_grad.addcmul_(projected_grad, saved.moved)
     # x = m_j E cos
     moved_grad = projected_grad.addcmul_(projected_grad, saved.gap, value=-1.0)
-    product = torch.mul(moved_grad, work.table(DECAY, slab), out=saved.moved)
+    product = torch.mul(moved_grad, saved.lags.decay, out=saved.moved)
     grads.magnitude[heads, :, :keys] += product.sum(2)
-    moved_grad.mul_(work.magnitude[heads, :, None, :keys])
-    grads.add_table(DECAY, slab, moved_grad)
+    return moved_grad.mul_(work.magnitude[heads, :, None, :keys])
 
 
 def multiply_rows(work: Work, slab: Slab, direction: Tensor, saved: Intermediates) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..logits import PolarSettings, directional_logits, lag_tables, radial_logits
+from ..parameters import FilterScalars
+from ..visibility import Visibility, visible_rows
 from .dense import PolarEstimate, PolarInputs
-from .logits import PolarSettings, directional_logits, lag_tables, radial_logits
-from .masks import Visibility, rows_that_see
-from .parameters import FilterScalars
 
 __all__ = ["flex_estimate"]
 
@@ -101,8 +101,7 @@ def flex_estimate(
         pulled, decayed = _with_normaliser(run, inputs, weighted, radial(settings.decay))
         mean = (inputs.query * pulled).sum(-1) * torch.exp(decayed - plain)
     if view.padding is not None or view.mask is not None:
-        shape = (inputs.key.shape[0], inputs.key.shape[2])
-        visible = rows_that_see(torch.ones(shape, dtype=torch.bool, device=own.device), view)
+        visible = visible_rows(view, own.shape[0])
         direction = direction.masked_fill(~visible[..., None], 0.0)
         mean = torch.where(visible, mean, own)
     return PolarEstimate(direction, mean)

@@ -2,8 +2,8 @@
 
 Each slice sees all its keys at once, so its softmax needs no running rescaling; a slice holds
 (batch, heads, slice, keys) numbers, and slices are sized so that this stays near a fixed budget.
-Nothing of size queries × keys is stored in forward or backward. `kernel.py` holds a faster version,
-with gradients in closed form, for the common settings.
+Nothing of size queries × keys is stored in forward or backward. `slabs.py` is faster, with gradients
+in closed form, for the common settings.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["map_query_slices", "slice_length"]
+from ..visibility import Visibility, slice_ends
+
+__all__ = ["map_query_slices"]
 
 SLAB_ELEMENTS = 2**18
 
 
-def slice_length(batch: int, heads: int, keys: int) -> int:
-    """Queries per slice so that batch·heads·slice·keys stays near SLAB_ELEMENTS; at least 8."""
-    return max(8, SLAB_ELEMENTS // max(1, batch * heads * keys))
-
-
 def map_query_slices(
     function: Callable[[int, int, int], tuple[Tensor, ...]],
+    rows: int,
     queries: int,
     keys: int,
-    length: int,
+    view: Visibility,
+    ahead: int | None,
     *,
-    first_visible_end: int | None = None,
     random: bool = False,
 ) -> tuple[Tensor, ...]:
     """Apply `function(start, stop, keys)` to slices of queries and concatenate along dimension 2.
@@ -38,14 +36,16 @@ def map_query_slices(
     Args:
         function: returns tensors whose dimension 2 is the query; must use its captured tensors only
             through differentiable operations.
-        first_visible_end: with tokens in causal order, how many keys query 0 can see; later keys
-            are then left out of a slice altogether.
+        rows: batch · heads; slices are sized so that rows · slice · keys stays near SLAB_ELEMENTS.
+        view, ahead: what the queries see; keys out of sight of a whole slice are left out.
         random: whether the function draws random numbers that backward must draw again.
     """
+    length = max(8, SLAB_ELEMENTS // max(1, rows * keys))
     pieces: list[tuple[Tensor, ...]] = []
-    for start in range(0, max(queries, 1), length):
+    sizes = (queries, keys, length)
+    ends, _ = slice_ends(sizes, view.causal, ahead, view.query_times, view.key_times)
+    for start, visible in zip(range(0, queries, length), ends, strict=True):
         stop = min(start + length, queries)
-        visible = keys if first_visible_end is None else min(keys, first_visible_end + stop - 1)
         if torch.is_grad_enabled():
             piece = checkpoint(
                 function, start, stop, visible, use_reentrant=False, preserve_rng_state=random
