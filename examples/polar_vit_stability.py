@@ -28,8 +28,8 @@ from typing import Any
 
 import matplotlib
 import torch
+from baselines import AmbientViT, TextbookViT, ambient
 from rpt.geometry import lorentz
-from rpt.geometry.lorentz import ambient
 from run_log import RunLog
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -50,8 +50,8 @@ SIZES = {
 SPREAD = 2.0
 MODELS: dict[str, type[Any]] = {
     "polar": lorentz.PolarViT,
-    "ambient": lorentz.AmbientViT,
-    "textbook": lorentz.TextbookViT,
+    "ambient": AmbientViT,
+    "textbook": TextbookViT,
 }
 
 

@@ -22,8 +22,10 @@ from pathlib import Path
 
 import rpt.geometry.lorentz as lorentz
 import torch
-from rpt.geometry.lorentz import ambient
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from baselines import ambient
 
 SINGLE, DOUBLE = torch.float32, torch.float64
 Cluster = tuple[lorentz.Point, lorentz.Point]
