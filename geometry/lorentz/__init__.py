@@ -4,7 +4,7 @@ Points are pairs (a, u) (`Point`). `ops` holds pure functions, on which `layers`
 `models` stand; `optim` holds what an optimizer needs of a manifold.
 """
 
-from .attention.blocked import fused_attention
+from .attention.blocked import blocked_attention, fused_attention
 from .attention.cache import PolarCache
 from .attention.multihead import HeadGain, PolarMultiheadAttention
 from .attention.position import BoostEncoding, HorosphericalEncoding
@@ -115,6 +115,7 @@ __all__ = [
     "TangentLike",
     "ViTConfig",
     "axis_boost",
+    "blocked_attention",
     "boost",
     "boost_step",
     "calibrate_",

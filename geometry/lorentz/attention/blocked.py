@@ -8,6 +8,7 @@ backward instead.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .scores import ScoreCoordinates
 from .sweeps import blocked_gradients, blocked_sums
 
 __all__ = [
+    "blocked_attention",
     "fused_attention",
 ]
 
@@ -132,7 +134,7 @@ class _AttentionSums(torch.autograd.Function):
         return (*flat, by_gain, None, None, None, None)
 
 
-def fused_attention(
+def blocked_attention(
     query: ScoreCoordinates,
     key: ScoreCoordinates,
     value: PointLike,
@@ -164,10 +166,20 @@ def fused_attention(
     if gain.dim() and gain.shape[-2:] != (1, 1):
         raise ValueError(f"gain must have shape (…, 1, 1), got {tuple(gain.shape)}")
     if bias is not None and bias.requires_grad:
-        raise ValueError("fused attention gives no gradient to a bias; use dense_attention")
+        raise ValueError("blocked attention gives no gradient to a bias; use dense_attention")
     offset = key.level.shape[-1] - query.level.shape[-1] if is_causal else None
     with without_autocast(u.device.type):
         space_sum, deficit = _AttentionSums.apply(
             *query, *key, a, u, gain.to(u.dtype), bias, offset, row_block, key_block
         )
     return point_from_sums(space_sum, deficit)
+
+
+def fused_attention(*arguments: Any, **options: Any) -> Point:
+    """Deprecated name of `blocked_attention`."""
+    warnings.warn(
+        "fused_attention is now called blocked_attention, which is what it is",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return blocked_attention(*arguments, **options)

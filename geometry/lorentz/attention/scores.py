@@ -20,6 +20,7 @@ from ..ops.scalar import squared_arcosh1p
 
 __all__ = [
     "ScoreCoordinates",
+    "attention_weights",
     "dense_attention",
     "half_space_score",
     "masked_softmax",
@@ -59,12 +60,22 @@ def pairwise_c(x: ScoreCoordinates, y: ScoreCoordinates) -> Tensor:
 
 def masked_softmax(scores: Tensor) -> Tensor:
     """Softmax over the last dimension in which a row of −inf gives zeros, with zero gradient."""
+    if not scores.shape[-1]:
+        return scores
     largest = scores.detach().amax(-1, keepdim=True)
     reachable = largest > -torch.inf
     weights = torch.exp(
         torch.where(scores > -torch.inf, scores - torch.where(reachable, largest, 0.0), -torch.inf)
     )
     return weights / torch.where(reachable, weights.sum(-1, keepdim=True), 1.0)
+
+
+def attention_weights(
+    query: ScoreCoordinates, key: ScoreCoordinates, gain: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """softmax(−gain · D² + bias) of all pairs, (…, N, M); see `dense_attention`."""
+    scores = -gain * squared_arcosh1p(pairwise_c(query, key))
+    return masked_softmax(scores if bias is None else scores + bias)
 
 
 def dense_attention(
@@ -86,7 +97,4 @@ def dense_attention(
     Returns:
         Points (…, N), (…, N, n); the origin where every key is excluded.
     """
-    scores = -gain * squared_arcosh1p(pairwise_c(query, key))
-    if bias is not None:
-        scores = scores + bias
-    return centroids(value, masked_softmax(scores))
+    return centroids(value, attention_weights(query, key, gain, bias))

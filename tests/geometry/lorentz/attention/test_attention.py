@@ -57,11 +57,11 @@ def attention_gradients(function, dtype, causal, **options):
 @pytest.mark.parametrize("blocks", [(64, 4096), (10, 400), (10, 7)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
-def test_fused_attention_equals_the_dense_reference(blocks, causal, dtype, tolerance):
+def test_blocked_attention_equals_the_dense_reference(blocks, causal, dtype, tolerance):
     """One block, row blocks, and row and key blocks; origins among the points; masked rows."""
     expected = attention_gradients(lorentz.dense_attention, torch.float64, causal)
     ours = attention_gradients(
-        lorentz.fused_attention,
+        lorentz.blocked_attention,
         dtype,
         causal,
         is_causal=causal,
@@ -101,7 +101,7 @@ def cluster(radius, count=64, n=8, seed=0):
 
 
 @pytest.mark.parametrize(("radius", "bound"), [(4.0, 5e-6), (8.0, 2e-4), (12.0, 1e-2), (15.0, 0.3)])
-def test_fused_attention_far_out_in_float32(radius, bound):
+def test_blocked_attention_far_out_in_float32(radius, bound):
     """Outputs and gradients keep the resolution of float32 points; ambient arithmetic has none."""
     x = cluster(radius)
     results = []
@@ -109,7 +109,7 @@ def test_fused_attention_far_out_in_float32(radius, bound):
         a, u = (t.to(torch.float32).to(dtype)[None].requires_grad_() for t in x)
         coordinates = lorentz.polar_score_coordinates((a, u))
         gain = torch.tensor(0.5, dtype=dtype)
-        out = lorentz.fused_attention(coordinates, coordinates, (a, u), gain)
+        out = lorentz.blocked_attention(coordinates, coordinates, (a, u), gain)
         results.append([*out, torch.autograd.grad(out.a.sum(), a)[0]])
     (a32, u32, g32), (a64, u64, g64) = results
     assert lorentz.distance((a32.double(), u32.double()), (a64, u64)).median() <= bound
@@ -128,7 +128,7 @@ def test_attention_needs_memory_linear_in_tokens():
     x = [t[None, None].requires_grad_() for t in points(n, 8)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         coordinates = lorentz.polar_score_coordinates(x)
-        out = lorentz.fused_attention(coordinates, coordinates, x, torch.tensor(0.3))
+        out = lorentz.blocked_attention(coordinates, coordinates, x, torch.tensor(0.3))
     out.a.sum().backward()
     assert max(saved) <= 16 * n
     assert x[1].grad.isfinite().all()
@@ -138,7 +138,7 @@ def test_attention_is_ambient_attention_in_float64():
     torch.manual_seed(0)
     q, k, v = (points(2, 3, 9, 4, dtype=torch.float64) for _ in range(3))
     gain = torch.tensor(0.6, dtype=torch.float64)
-    ours = lorentz.fused_attention(
+    ours = lorentz.blocked_attention(
         lorentz.polar_score_coordinates(q), lorentz.polar_score_coordinates(k), v, gain
     )
     expected = ambient.ambient_attention(*(lorentz.to_ambient(p) for p in (q, k, v)), 0.6)
@@ -152,13 +152,13 @@ def test_attention_layer_paths_agree_and_refuse():
     ).double()
     x, context = points(2, 6, 12, dtype=torch.float64), points(2, 6, 12, dtype=torch.float64)
     for options in ({}, {"context": context}, {"is_causal": True}):
-        layer.fused = True
-        fused = layer(x, **options)
-        layer.fused = False
+        layer.backend = "auto"
+        blocked = layer(x, **options)
+        layer.backend = "dense"
         dense = layer(x, **options)
-        assert torch.allclose(lorentz.to_space(fused), lorentz.to_space(dense), atol=1e-10)
+        assert torch.allclose(lorentz.to_space(blocked), lorentz.to_space(dense), atol=1e-10)
     bias = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
-    layer.fused = True
+    layer.backend = "auto"
     layer(x, attn_mask=bias).a.sum().backward()
     assert (bias.grad != 0).any()
     for options, message in (
