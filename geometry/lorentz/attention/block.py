@@ -17,7 +17,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.distance import half_squared_differences
+from ..ops.distance import half_squared_differences, mean_row
+from ..ops.scalar import norm_and_direction
 from .scores import ScoreCoordinates
 
 __all__ = [
@@ -46,18 +47,22 @@ _TINY = 1e-30
 
 
 class Values(NamedTuple):
-    """sinh a (…, M), e^−a (…, M), u (…, M, n) and sinh(a) u (…, M, n) of the value points."""
+    """sinh a (…, M), e^−a (…, M), u (…, M, n) of the value points, the direction m (…, 1, n) of
+    their middle, and (sinh(a) (u − m), sinh a) (…, M, n + 1)."""
 
     sinh: Tensor
     falling: Tensor
     u: Tensor
-    space: Tensor
+    middle: Tensor
+    off: Tensor
 
     @classmethod
     def of(cls, a: Tensor, u: Tensor) -> Values:
         """From polar form; a must be within the range of sinh."""
         sinh = torch.sinh(a)
-        return cls(sinh, torch.exp(-a), u, sinh.unsqueeze(-1) * u)
+        column = sinh.unsqueeze(-1)
+        middle = norm_and_direction((column * u).sum(-2))[1].unsqueeze(-2)
+        return cls(sinh, torch.exp(-a), u, middle, torch.cat([column * (u - middle), column], -1))
 
     def part(self, start: int, stop: int) -> Values:
         """The keys from `start` to `stop`."""
@@ -65,7 +70,8 @@ class Values(NamedTuple):
             self.sinh[..., start:stop],
             self.falling[..., start:stop],
             self.u[..., start:stop, :],
-            self.space[..., start:stop, :],
+            self.middle,
+            self.off[..., start:stop, :],
         )
 
 
@@ -78,11 +84,10 @@ class BlockScores(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Per query row: ∂V (…, N, n), ∂F (…, N), Σ_j P_ij ∂P_ij (…, N) and û (…, N, n)."""
+    """Per query row: ∂V (…, N, n), ∂F (…, N), and û (…, N, n) as `wide` as V was kept."""
 
     by_sum: Tensor
     by_deficit: Tensor
-    row_mean: Tensor
     direction: Tensor
 
 
@@ -99,6 +104,11 @@ class BlockGradients(NamedTuple):
 
 def _by_product(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, where the device has it: û − u of neighbours is less than float32 keeps of û."""
+    return x if x.device.type == "mps" else x.double()
 
 
 def _block_c(query: ScoreCoordinates, key: ScoreCoordinates) -> Tensor:
@@ -159,46 +169,55 @@ def _ambient(value: Values) -> Tensor:
 
 
 def partial_sums(p: Tensor, value: Values) -> Tensor:
-    """What adds up over key blocks: V, and where products are taken also T and E, in float64."""
+    """What adds up over key blocks: V − mass · m and mass = Σ P sinh a, from differences; where
+    products are taken V, T and E, in float64.
+    """
     if not _by_product(value.u):
-        return p @ value.space
+        return p @ value.off
     falling = value.falling.double().unsqueeze(-1)
     return p.double() @ torch.cat([_ambient(value), falling], -1)
 
 
-def finish_sums(sums: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
-    """V (…, N, n), and F (…, N) unless it takes another sweep with û known: `deficit_share`.
+def finish_sums(sums: Tensor, value: Values) -> tuple[Tensor, Tensor | None]:
+    """V (…, N, n), wide, and F (…, N) unless it takes another sweep with û known: `deficit_share`.
 
     As a product: F = T − ‖V‖ in float64, and no less than E.
     """
-    if sums.shape[-1] == n:
-        return sums, None
+    n = value.u.shape[-1]
+    if not _by_product(value.u):
+        return _wide(sums[..., n:]) * _wide(value.middle) + _wide(sums[..., :n]), None
     space_sum = sums[..., :n]
     deficit = sums[..., n] - torch.linalg.vector_norm(space_sum, dim=-1)
-    return space_sum.float(), torch.maximum(deficit, sums[..., n + 1]).float()
+    return space_sum, torch.maximum(deficit, sums[..., n + 1]).float()
 
 
 def deficit_share(p: Tensor, space_sum: Tensor, value: Values) -> Tensor:
     """One key block's share of F (…, N), from differences."""
-    return (p * _terms(unit_rows(space_sum), value)).sum(-1)
+    return (p * _terms(unit_rows(space_sum).to(p.dtype), value)).sum(-1)
 
 
 def block_sums(p: Tensor, value: Values) -> tuple[Tensor, Tensor]:
-    """V (…, N, n) and F (…, N) of rows of weights P over all their keys (…, N, M)."""
-    space_sum, deficit = finish_sums(partial_sums(p, value), value.u.shape[-1])
+    """V (…, N, n), wide, and F (…, N) of rows of weights P over all their keys (…, N, M)."""
+    space_sum, deficit = finish_sums(partial_sums(p, value), value)
     return space_sum, deficit_share(p, space_sum, value) if deficit is None else deficit
 
 
-def _by_weights(upstream: Upstream, value: Values) -> Tensor:
-    """∂P_ij = ∂V_i · sinh(a_j) u_j + ∂F_i f_ij of the loss, (…, N, M)."""
+def by_weights(upstream: Upstream, value: Values) -> Tensor:
+    """∂P_ij = ∂V_i · sinh(a_j) u_j + ∂F_i f_ij of the loss, (…, N, M); float64 as a product."""
     by_deficit = upstream.by_deficit.unsqueeze(-1)
     if not _by_product(value.u):
-        by_p = upstream.by_sum @ value.space.mT
-        return by_p.addcmul_(_terms(upstream.direction, value), by_deficit)
+        along = (upstream.by_sum * value.middle).sum(-1, keepdim=True)
+        by_p = torch.cat([upstream.by_sum, along], -1) @ value.off.mT
+        return by_p.addcmul_(_terms(upstream.direction.to(by_p.dtype), value), by_deficit)
     by_deficit = by_deficit.double()
-    direction = unit_rows(upstream.direction.double())
-    rows = torch.cat([upstream.by_sum.double() - by_deficit * direction, by_deficit], -1)
-    return (rows @ _ambient(value).mT).float()
+    rows = torch.cat([upstream.by_sum.double() - by_deficit * upstream.direction, by_deficit], -1)
+    return rows @ _ambient(value).mT
+
+
+def row_totals(by_p: Tensor, p: Tensor) -> Tensor:
+    """Σ_j P_ij ∂P_ij and Σ_j P_ij, (…, N, 2), in the dtype of ∂P."""
+    p = p.to(by_p.dtype)
+    return torch.stack([(by_p * p).sum(-1), p.sum(-1)], -1)
 
 
 def _one_side(
@@ -231,32 +250,42 @@ def block_gradients(
     scores: BlockScores,
     p: Tensor,
     upstream: Upstream,
+    totals: Tensor | None = None,
 ) -> BlockGradients:
     """One block's share of all gradients, given its weights P.
 
-    û counts as constant in F, which is exact: F is stationary in it.
+    û counts as constant in F, which is exact: F is stationary in it. `totals` are the `row_totals`
+    over all key blocks, by default over this one: the mean ∂P of a row is taken from the very
+    numbers it is subtracted from, because of those little is left.
     """
     n = value.u.shape[-1]
-    by_deficit = upstream.by_deficit.unsqueeze(-1)
-    centre = value.u.mean(-2, keepdim=True)
-    both = torch.cat([upstream.by_sum, by_deficit * (upstream.direction - centre), by_deficit], -1)
-    pull_sum, pull_direction, pull = (p.mT @ both).split([n, n, 1], -1)
+    by_p = by_weights(upstream, value)
+    plain = p.to(by_p.dtype)
+    centre = _wide(mean_row(value.u))
+    off = (upstream.direction - centre).to(by_p.dtype)
+    by_sum, by_deficit = upstream.by_sum, upstream.by_deficit.unsqueeze(-1)
+    both = torch.cat([by_sum.to(by_p.dtype), by_deficit * off, by_deficit.to(by_p.dtype)], -1)
+    pull_sum, pull_direction, pull = (plain.mT @ both).split([n, n, 1], -1)
     zero = value.sinh == 0
     safe_sinh = torch.where(zero, 1.0, value.sinh)
-    by_u = (pull_sum + (value.u - centre) * pull - pull_direction) * safe_sinh.unsqueeze(-1)
+    across = pull_sum + (value.u - centre).to(by_p.dtype) * pull - pull_direction
+    by_u = across.to(p.dtype) * safe_sinh.unsqueeze(-1)
+    pull = pull.to(p.dtype)
 
-    by_p = _by_weights(upstream, value)
-    weighted = by_p * p
+    totals = row_totals(by_p, plain) if totals is None else totals
+    mean, mass = totals.split([1, 1], -1)
+    relative = (by_p - mean / torch.where(mass > 0, mass, 1.0)).to(p.dtype)
+    weighted = by_p.to(p.dtype) * p
     # ∂a_j = coth a_j (Σ_i P_ij ∂P_ij − e^−a_j Σ_i P_ij ∂F_i) − e^−a_j Σ_i P_ij ∂F_i
     fall = value.falling * pull.squeeze(-1)
     coth = (value.sinh + value.falling) / safe_sinh
     by_a = torch.where(zero, 0.0, coth * (weighted.sum(-2) - fall) - fall)
 
-    by_score = weighted.addcmul_(p, upstream.row_mean.unsqueeze(-1), value=-1.0)
+    by_score = relative.mul_(p)
     by_gain = -(by_score * scores.squared).sum((-2, -1))
     by_c = by_score.mul_(scores.ratio)
     by_c_c = by_c * scores.c
-    key_centre = key.vector.mean(-2, keepdim=True)
+    key_centre = mean_row(key.vector)
     return BlockGradients(
         _one_side(query, key, by_c, by_c_c.sum(-1), key_centre),
         _one_side(key, query, by_c.mT, by_c_c.sum(-2), key_centre),
@@ -293,9 +322,11 @@ class Bias(NamedTuple):
             )
         return score
 
-    def excludes(self, rows: Range, columns: Range) -> bool:
-        """Whether causality excludes the whole block."""
-        return self.causal_offset is not None and columns[0] > rows[1] - 1 + self.causal_offset
+    def keys_of(self, rows: Range, keys: int) -> int:
+        """How many of the keys some query of these rows may see: the others are skipped."""
+        if self.causal_offset is None:
+            return keys
+        return min(keys, max(0, rows[1] + self.causal_offset))
 
 
 def causal_bias(rows: int, columns: int, like: Tensor, offset: int) -> Tensor:
@@ -307,7 +338,8 @@ def causal_bias(rows: int, columns: int, like: Tensor, offset: int) -> Tensor:
 
 
 def ranges(length: int, size: int) -> list[Range]:
-    return [(start, min(start + size, length)) for start in range(0, length, size)]
+    """Blocks of at most `size` that cover `length`; one empty block where that is 0."""
+    return [(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
 
 
 def part_of(x: ScoreCoordinates, part: Range) -> ScoreCoordinates:

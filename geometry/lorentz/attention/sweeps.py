@@ -3,9 +3,14 @@
 Rows are taken `row_block` at a time against all keys (or, beyond `key_block` keys, against one key
 block after another with an online softmax): memory is linear in the number of tokens. The loops
 live in two custom operators, so that `torch.compile` sees one call each instead of unrolling them.
+
+Both operators take the list of tensors (query level, scale, vector; key level, scale, vector;
+value a, u; gain).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,108 +24,130 @@ from .block import (
     block_gradients,
     block_scores,
     block_sums,
+    by_weights,
     deficit_share,
     finish_sums,
     part_of,
     partial_sums,
     ranges,
+    row_totals,
 )
 from .scores import ScoreCoordinates
 
-__all__ = [
-    "blocked_gradients",
-    "blocked_sums",
-]
+__all__ = ["blocked_gradients", "blocked_sums"]
 
 
-def _rows_in_one_block(
-    query: ScoreCoordinates,
-    key: ScoreCoordinates,
-    value: Values,
-    gain: Tensor,
-    bias: Bias,
-    rows: Range,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """V, F and the log of the softmax sum of some query rows and all keys, in one sweep."""
-    scores = block_scores(query, key)
-    score = biased_scores(scores, gain, bias, rows, (0, value.sinh.shape[-1]))
-    log_sum = torch.logsumexp(score, -1)
-    log_sum = torch.where(log_sum > -torch.inf, log_sum, 0.0)
-    p = torch.exp(score.sub_(log_sum.unsqueeze(-1)))
-    space_sum, deficit = block_sums(p, value)
-    return space_sum, deficit, log_sum
+class _Problem(NamedTuple):
+    """One batch entry."""
+
+    query: ScoreCoordinates
+    key: ScoreCoordinates
+    value: Values
+    gain: Tensor
+    bias: Bias
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], bias: Tensor | None, causal_offset: int | None) -> _Problem:
+        return cls(
+            ScoreCoordinates(*tensors[0:3]),
+            ScoreCoordinates(*tensors[3:6]),
+            Values.of(*tensors[6:8]),
+            tensors[8],
+            Bias(bias, causal_offset),
+        )
+
+    def score(self, rows: Range, columns: Range) -> Tensor:
+        scores = block_scores(part_of(self.query, rows), part_of(self.key, columns))
+        return biased_scores(scores, self.gain, self.bias, rows, columns)
+
+    def key_ranges(self, rows: Range, key_block: int) -> list[Range]:
+        """The key blocks that some query of these rows may see."""
+        return ranges(self.bias.keys_of(rows, self.value.sinh.shape[-1]), key_block)
 
 
-def _rows_online(
-    query: ScoreCoordinates,
-    key: ScoreCoordinates,
-    value: Values,
-    gain: Tensor,
-    bias: Bias,
-    rows: Range,
-    key_ranges: list[Range],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """V, F and the log of the softmax sum of some query rows, one key block at a time."""
-    kept = [columns for columns in key_ranges if not bias.excludes(rows, columns)] or key_ranges[:1]
-    largest = torch.full_like(query.level, -torch.inf)
-    total = torch.zeros_like(query.level)
-    for columns in kept:
-        score = biased_scores(block_scores(query, part_of(key, columns)), gain, bias, rows, columns)
+def _log_sum(problem: _Problem, rows: Range, columns: list[Range]) -> tuple[Tensor, Tensor | None]:
+    """The log of the softmax sum of some query rows (0 where no key is left), one key block at a
+    time, and the scores if there is but one."""
+    if len(columns) == 1:
+        score = problem.score(rows, columns[0])
+        log_sum = torch.logsumexp(score, -1)
+        return torch.where(log_sum > -torch.inf, log_sum, 0.0), score
+    largest = torch.full_like(part_of(problem.query, rows).level, -torch.inf)
+    total = torch.zeros_like(largest)
+    for part in columns:
+        score = problem.score(rows, part)
         new_largest = torch.maximum(largest, score.amax(-1))
         finite = torch.where(new_largest > -torch.inf, new_largest, 0.0)
-        weights = torch.exp(score - finite.unsqueeze(-1))
-        total = total * torch.exp(largest - finite) + weights.sum(-1)
+        total = total * torch.exp(largest - finite) + torch.exp(score - finite[..., None]).sum(-1)
         largest = new_largest
     reached = total > 0
-    log_sum = torch.where(reached, largest + torch.log(torch.where(reached, total, 1.0)), 0.0)
+    return torch.where(reached, largest + torch.log(torch.where(reached, total, 1.0)), 0.0), None
 
-    def weights_of(columns: Range) -> Tensor:
-        scores = block_scores(query, part_of(key, columns))
-        score = biased_scores(scores, gain, bias, rows, columns)
-        return torch.exp(score.sub_(log_sum.unsqueeze(-1)))
 
-    sums = partial_sums(weights_of(kept[0]), value.part(*kept[0]))
-    for columns in kept[1:]:
-        sums += partial_sums(weights_of(columns), value.part(*columns))
-    space_sum, deficit = finish_sums(sums, value.u.shape[-1])
+def _row_sums(
+    problem: _Problem, rows: Range, columns: list[Range]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """V, F and the log of the softmax sum of some query rows."""
+    log_sum, score = _log_sum(problem, rows, columns)
+    value = problem.value
+    if score is not None:
+        p = torch.exp(score.sub_(log_sum.unsqueeze(-1)))
+        return *block_sums(p, value.part(*columns[0])), log_sum
+
+    def weights_of(part: Range) -> Tensor:
+        return torch.exp(problem.score(rows, part).sub_(log_sum.unsqueeze(-1)))
+
+    sums = partial_sums(weights_of(columns[0]), value.part(*columns[0]))
+    for part in columns[1:]:
+        sums += partial_sums(weights_of(part), value.part(*part))
+    space_sum, deficit = finish_sums(sums, value)
     if deficit is None:
-        shares = [deficit_share(weights_of(c), space_sum, value.part(*c)) for c in kept]
+        shares = [deficit_share(weights_of(c), space_sum, value.part(*c)) for c in columns]
         deficit = torch.stack(shares).sum(0)
     return space_sum, deficit, log_sum
 
 
-def _many(level: Tensor) -> bool:
-    """Whether there are batch entries to take one by one: transient blocks are that much smaller."""
-    return level.dim() > 2 and level.shape[0] > 1
+def _entries(
+    tensors: list[Tensor], bias: Tensor | None
+) -> list[tuple[list[Tensor], Tensor | None]] | None:
+    """One problem per batch entry, where there are several: transient blocks are that much
+    smaller. The gain and the bias may broadcast."""
+    level = tensors[0]
+    if level.dim() < 3 or level.shape[0] < 2:
+        return None
+
+    def entry(x: Tensor, index: int) -> Tensor:
+        return x if x.dim() <= level.dim() else x[index if x.shape[0] > 1 else 0]
+
+    return [
+        (
+            [*(t[i] for t in tensors[:8]), entry(tensors[8], i)],
+            None if bias is None else entry(bias, i),
+        )
+        for i in range(level.shape[0])
+    ]
 
 
-def _entry(x: Tensor, index: int, dim: int) -> Tensor:
-    """One batch entry of what broadcasts to `dim` dimensions."""
-    return x if x.dim() < dim else x[index if x.shape[0] > 1 else 0]
-
-
-def _sums(
-    query: list[Tensor],
-    key: list[Tensor],
-    value_a: Tensor,
-    value_u: Tensor,
-    gain: Tensor,
+@torch.library.custom_op("rpt_lorentz::blocked_sums", mutates_args=())
+def blocked_sums(
+    tensors: list[Tensor],
     bias: Tensor | None,
     causal_offset: int | None,
     row_block: int,
     key_block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `blocked_sums` returns, of one batch entry."""
-    queries, keys = ScoreCoordinates(*query), ScoreCoordinates(*key)
-    value, added = Values.of(value_a, value_u), Bias(bias, causal_offset)
-    key_ranges = ranges(keys.level.shape[-1], key_block)
-    parts = []
-    for rows in ranges(queries.level.shape[-1], row_block):
-        part = part_of(queries, rows)
-        if len(key_ranges) > 1:
-            parts.append(_rows_online(part, keys, value, gain, added, rows, key_ranges))
-        else:
-            parts.append(_rows_in_one_block(part, keys, value, gain, added, rows))
+    """V (…, N, n), wide, F (…, N) and the log of the softmax sum (…, N) of all queries."""
+    entries = _entries(tensors, bias)
+    if entries is not None:
+        options = causal_offset, row_block, key_block
+        each = [blocked_sums(*entry, *options) for entry in entries]
+        first, second, third = zip(*each, strict=True)
+        return torch.stack(first), torch.stack(second), torch.stack(third)
+    problem = _Problem.of(tensors, bias, causal_offset)
+    parts = [
+        _row_sums(problem, rows, problem.key_ranges(rows, key_block))
+        for rows in ranges(tensors[0].shape[-1], row_block)
+    ]
     return (
         torch.cat([part[0] for part in parts], -2),
         torch.cat([part[1] for part in parts], -1),
@@ -128,107 +155,23 @@ def _sums(
     )
 
 
-@torch.library.custom_op("rpt_lorentz::blocked_sums", mutates_args=())
-def blocked_sums(
-    query: list[Tensor],
-    key: list[Tensor],
-    value_a: Tensor,
-    value_u: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    causal_offset: int | None,
-    row_block: int,
-    key_block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """V (…, N, n), F (…, N) and the log of the softmax sum (…, N) of all queries."""
-    if _many(query[0]):
-        dim = query[0].dim() + 1
-        each = [
-            _sums(
-                [t[i] for t in query],
-                [t[i] for t in key],
-                value_a[i],
-                value_u[i],
-                _entry(gain, i, dim),
-                None if bias is None else _entry(bias, i, dim),
-                causal_offset,
-                row_block,
-                key_block,
-            )
-            for i in range(query[0].shape[0])
-        ]
-        first, second, third = zip(*each, strict=True)
-        return torch.stack(first), torch.stack(second), torch.stack(third)
-    return _sums(query, key, value_a, value_u, gain, bias, causal_offset, row_block, key_block)
-
-
 @blocked_sums.register_fake
 def _(
-    query: list[Tensor],
-    key: list[Tensor],
-    value_a: Tensor,
-    value_u: Tensor,
-    gain: Tensor,
+    tensors: list[Tensor],
     bias: Tensor | None,
     causal_offset: int | None,
     row_block: int,
     key_block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    level = query[0]
-    space_sum = value_u.new_empty((*level.shape, value_u.shape[-1]))
+    level, value_u = tensors[0], tensors[7]
+    dtype = value_u.dtype if value_u.device.type == "mps" else torch.float64
+    space_sum = value_u.new_empty((*level.shape, value_u.shape[-1]), dtype=dtype)
     return space_sum, value_u.new_empty(level.shape), value_u.new_empty(level.shape)
-
-
-def _gradients(
-    query: list[Tensor],
-    key: list[Tensor],
-    value_a: Tensor,
-    value_u: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    log_sum: Tensor,
-    upstream: list[Tensor],
-    causal_offset: int | None,
-    row_block: int,
-    key_block: int,
-) -> list[Tensor]:
-    """What `blocked_gradients` returns, of one batch entry."""
-    queries, keys = ScoreCoordinates(*query), ScoreCoordinates(*key)
-    value, added = Values.of(value_a, value_u), Bias(bias, causal_offset)
-    query_total = [torch.zeros_like(t) for t in query]
-    key_total = [torch.zeros_like(t) for t in (*key, value_a, value_u)]
-    gain_total = torch.zeros_like(log_sum[..., 0])
-    key_ranges = ranges(keys.level.shape[-1], key_block)
-    for rows in ranges(queries.level.shape[-1], row_block):
-        some = slice(*rows)
-        part = part_of(queries, rows)
-        up = Upstream(
-            upstream[0][..., some, :],
-            upstream[1][..., some],
-            upstream[2][..., some],
-            upstream[3][..., some, :],
-        )
-        for columns in key_ranges:
-            if added.excludes(rows, columns):
-                continue
-            some_keys, values = part_of(keys, columns), value.part(*columns)
-            scores = block_scores(part, some_keys)
-            score = biased_scores(scores, gain, added, rows, columns)
-            p = torch.exp(score.sub_(log_sum[..., some].unsqueeze(-1)))
-            g = block_gradients(part, some_keys, values, scores, p, up)
-            _add(query_total, g.query, some)
-            _add(key_total, (*g.key, g.a, g.u), slice(*columns))
-            gain_total = gain_total + g.gain
-    return [*query_total, *key_total, gain_total]
 
 
 @torch.library.custom_op("rpt_lorentz::blocked_gradients", mutates_args=())
 def blocked_gradients(
-    query: list[Tensor],
-    key: list[Tensor],
-    value_a: Tensor,
-    value_u: Tensor,
-    gain: Tensor,
+    tensors: list[Tensor],
     bias: Tensor | None,
     log_sum: Tensor,
     upstream: list[Tensor],
@@ -236,49 +179,46 @@ def blocked_gradients(
     row_block: int,
     key_block: int,
 ) -> list[Tensor]:
-    """Gradients by queries, keys (each level, scale, vector), values (a, u) and gain, summed over
+    """Gradients by the tensors of the list, the last by gain per batch entry and head, summed over
     blocks that are recomputed; with the meaning of `BlockGradients`."""
-    if _many(query[0]):
-        dim = query[0].dim() + 1
+    entries = _entries(tensors, bias)
+    if entries is not None:
+        options = causal_offset, row_block, key_block
         each = [
-            _gradients(
-                [t[i] for t in query],
-                [t[i] for t in key],
-                value_a[i],
-                value_u[i],
-                _entry(gain, i, dim),
-                None if bias is None else _entry(bias, i, dim),
-                log_sum[i],
-                [t[i] for t in upstream],
-                causal_offset,
-                row_block,
-                key_block,
-            )
-            for i in range(query[0].shape[0])
+            blocked_gradients(*entry, log_sum[i], [t[i] for t in upstream], *options)
+            for i, entry in enumerate(entries)
         ]
         return [torch.stack(parts) for parts in zip(*each, strict=True)]
-    return _gradients(
-        query,
-        key,
-        value_a,
-        value_u,
-        gain,
-        bias,
-        log_sum,
-        upstream,
-        causal_offset,
-        row_block,
-        key_block,
-    )
+    problem = _Problem.of(tensors, bias, causal_offset)
+    totals = [torch.zeros_like(t) for t in tensors[:8]]
+    gain_total = torch.zeros_like(log_sum[..., 0])
+    for rows in ranges(tensors[0].shape[-1], row_block):
+        some = slice(*rows)
+        part = part_of(problem.query, rows)
+        up = Upstream(upstream[0][..., some, :], upstream[1][..., some], upstream[2][..., some, :])
+        columns = problem.key_ranges(rows, key_block)
+        sums = None
+        if len(columns) > 1:
+            parts = []
+            for keys in columns:
+                p = torch.exp(problem.score(rows, keys).sub_(log_sum[..., some].unsqueeze(-1)))
+                parts.append(row_totals(by_weights(up, problem.value.part(*keys)), p))
+            sums = torch.stack(parts).sum(0)
+        for keys in columns:
+            some_keys, values = part_of(problem.key, keys), problem.value.part(*keys)
+            scores = block_scores(part, some_keys)
+            score = biased_scores(scores, problem.gain, problem.bias, rows, keys)
+            p = torch.exp(score.sub_(log_sum[..., some].unsqueeze(-1)))
+            g = block_gradients(part, some_keys, values, scores, p, up, sums)
+            _add(totals[:3], g.query, some)
+            _add(totals[3:], (*g.key, g.a, g.u), slice(*keys))
+            gain_total = gain_total + g.gain
+    return [*totals, gain_total]
 
 
 @blocked_gradients.register_fake
 def _(
-    query: list[Tensor],
-    key: list[Tensor],
-    value_a: Tensor,
-    value_u: Tensor,
-    gain: Tensor,
+    tensors: list[Tensor],
     bias: Tensor | None,
     log_sum: Tensor,
     upstream: list[Tensor],
@@ -286,8 +226,7 @@ def _(
     row_block: int,
     key_block: int,
 ) -> list[Tensor]:
-    shaped = [torch.empty_like(t) for t in (*query, *key, value_a, value_u)]
-    return [*shaped, torch.empty_like(log_sum[..., 0])]
+    return [*(torch.empty_like(t) for t in tensors[:8]), torch.empty_like(log_sum[..., 0])]
 
 
 def _add(totals: list[Tensor], parts: tuple[Tensor, ...], where: slice) -> None:

@@ -44,16 +44,24 @@ def half_squared_differences(p: Tensor, q: Tensor) -> Tensor:
     return lengths.square_().mul_(0.5)
 
 
+def mean_row(x: Tensor) -> Tensor:
+    """The mean (…, 1, n) of rows (…, N, n) as plain values; zeros where there are none."""
+    return x.detach().sum(-2, keepdim=True) / max(1, x.shape[-2])
+
+
 def chord_gradients(gradient: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of Σ g_ij ½‖p_i − q_j‖² by p and q (Polar-ViT paper, Eq. 25).
 
-    Both sides are centred first: without it, row sum and product nearly cancel for clusters.
+    Row sum and product nearly cancel for neighbours. Both sides are centred first, which helps one
+    cluster, and float32 on a CPU is computed in float64, which helps several.
     """
     with without_autocast(p.device.type):
-        p_centre = p.detach().mean(-2, keepdim=True)
-        q_centre = q.detach().mean(-2, keepdim=True)
-        by_p = (p - q_centre) * gradient.sum(-1).unsqueeze(-1) - gradient @ (q - q_centre)
-        by_q = (q - p_centre) * gradient.sum(-2).unsqueeze(-1) - gradient.mT @ (p - p_centre)
+        work = torch.float64 if p.dtype == torch.float32 and p.device.type == "cpu" else p.dtype
+        g, p64, q64 = gradient.to(work), p.to(work), q.to(work)
+        p_centre, q_centre = mean_row(p64), mean_row(q64)
+        by_p = (p64 - q_centre) * g.sum(-1).unsqueeze(-1) - g @ (q64 - q_centre)
+        by_q = (q64 - p_centre) * g.sum(-2).unsqueeze(-1) - g.mT @ (p64 - p_centre)
+        by_p, by_q = by_p.to(p.dtype), by_q.to(q.dtype)
     return by_p, by_q
 
 
