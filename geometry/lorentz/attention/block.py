@@ -26,6 +26,7 @@ __all__ = [
     "BlockGradients",
     "BlockScores",
     "Range",
+    "RowSums",
     "Upstream",
     "Values",
     "biased_scores",
@@ -48,7 +49,7 @@ _TINY = 1e-30
 
 class Values(NamedTuple):
     """sinh a (…, M), e^−a (…, M), u (…, M, n) of the value points, the direction m (…, 1, n) of
-    their middle, and (sinh(a) (u − m), sinh a) (…, M, n + 1)."""
+    their middle, and (sinh(a) (u − m), sinh a, 1) (…, M, n + 2)."""
 
     sinh: Tensor
     falling: Tensor
@@ -62,7 +63,8 @@ class Values(NamedTuple):
         sinh = torch.sinh(a)
         column = sinh.unsqueeze(-1)
         middle = norm_and_direction((column * u).sum(-2))[1].unsqueeze(-2)
-        return cls(sinh, torch.exp(-a), u, middle, torch.cat([column * (u - middle), column], -1))
+        off = [column * (u - middle), column, torch.ones_like(column)]
+        return cls(sinh, torch.exp(-a), u, middle, torch.cat(off, -1))
 
     def part(self, start: int, stop: int) -> Values:
         """The keys from `start` to `stop`."""
@@ -83,12 +85,30 @@ class BlockScores(NamedTuple):
     ratio: Tensor
 
 
+class RowSums(NamedTuple):
+    """Per query row, wide: V (…, N, n), F (…, N) and Σ_j P_ij (…, N), which is 1 but for rounding
+    (0 where no key is left)."""
+
+    space: Tensor
+    deficit: Tensor
+    mass: Tensor
+
+
 class Upstream(NamedTuple):
-    """Per query row: ∂V (…, N, n), ∂F (…, N), and û (…, N, n) as `wide` as V was kept."""
+    """Per query row: ∂V (…, N, n), ∂F (…, N); wide: û (…, N, n) and the mean of ∂P (…, N)."""
 
     by_sum: Tensor
     by_deficit: Tensor
     direction: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, by_sum: Tensor, by_deficit: Tensor, sums: RowSums) -> Upstream:
+        """Σ_j P_ij ∂P_ij is ∂V·V + ∂F F. Of ∂P little is left when it is subtracted: V and F must be
+        as exact as ∂P itself."""
+        total = (by_sum * sums.space).sum(-1) + by_deficit * sums.deficit
+        mean = total / torch.where(sums.mass > 0, sums.mass, 1.0)
+        return cls(by_sum, by_deficit, unit_rows(sums.space), mean)
 
 
 class BlockGradients(NamedTuple):
@@ -169,37 +189,42 @@ def _ambient(value: Values) -> Tensor:
 
 
 def partial_sums(p: Tensor, value: Values) -> Tensor:
-    """What adds up over key blocks: V − mass · m and mass = Σ P sinh a, from differences; where
-    products are taken V, T and E, in float64.
+    """What adds up over key blocks: V − m Σ P sinh a, Σ P sinh a and Σ P, from differences; where
+    products are taken V, T, E and Σ P, in float64.
     """
     if not _by_product(value.u):
         return p @ value.off
     falling = value.falling.double().unsqueeze(-1)
-    return p.double() @ torch.cat([_ambient(value), falling], -1)
+    columns = [_ambient(value), falling, torch.ones_like(falling)]
+    return p.double() @ torch.cat(columns, -1)
 
 
-def finish_sums(sums: Tensor, value: Values) -> tuple[Tensor, Tensor | None]:
-    """V (…, N, n), wide, and F (…, N) unless it takes another sweep with û known: `deficit_share`.
+def finish_sums(sums: Tensor, value: Values) -> tuple[RowSums, bool]:
+    """From sums over all key blocks; and whether F, here 0, takes another sweep with û known:
+    `deficit_share`.
 
-    As a product: F = T − ‖V‖ in float64, and no less than E.
+    As a product: F = T − ‖V‖ in float64.
     """
     n = value.u.shape[-1]
+    mass = _wide(sums[..., -1])
     if not _by_product(value.u):
-        return _wide(sums[..., n:]) * _wide(value.middle) + _wide(sums[..., :n]), None
-    space_sum = sums[..., :n]
-    deficit = sums[..., n] - torch.linalg.vector_norm(space_sum, dim=-1)
-    return space_sum, torch.maximum(deficit, sums[..., n + 1]).float()
+        space = _wide(sums[..., n : n + 1]) * _wide(value.middle) + _wide(sums[..., :n])
+        return RowSums(space, torch.zeros_like(mass), mass), True
+    space = sums[..., :n]
+    deficit = sums[..., n] - torch.linalg.vector_norm(space, dim=-1)
+    # F is no less than E, a sum without a difference.
+    return RowSums(space, torch.maximum(deficit, sums[..., n + 1]), mass), False
 
 
-def deficit_share(p: Tensor, space_sum: Tensor, value: Values) -> Tensor:
-    """One key block's share of F (…, N), from differences."""
-    return (p * _terms(unit_rows(space_sum).to(p.dtype), value)).sum(-1)
+def deficit_share(p: Tensor, space: Tensor, value: Values) -> Tensor:
+    """One key block's share of F (…, N), wide, from differences."""
+    return _wide((p * _terms(unit_rows(space).to(p.dtype), value)).sum(-1))
 
 
-def block_sums(p: Tensor, value: Values) -> tuple[Tensor, Tensor]:
-    """V (…, N, n), wide, and F (…, N) of rows of weights P over all their keys (…, N, M)."""
-    space_sum, deficit = finish_sums(partial_sums(p, value), value)
-    return space_sum, deficit_share(p, space_sum, value) if deficit is None else deficit
+def block_sums(p: Tensor, value: Values) -> RowSums:
+    """The sums of rows of weights P over all their keys (…, N, M)."""
+    sums, unfinished = finish_sums(partial_sums(p, value), value)
+    return sums._replace(deficit=deficit_share(p, sums.space, value)) if unfinished else sums
 
 
 def by_weights(upstream: Upstream, value: Values) -> Tensor:
@@ -207,17 +232,11 @@ def by_weights(upstream: Upstream, value: Values) -> Tensor:
     by_deficit = upstream.by_deficit.unsqueeze(-1)
     if not _by_product(value.u):
         along = (upstream.by_sum * value.middle).sum(-1, keepdim=True)
-        by_p = torch.cat([upstream.by_sum, along], -1) @ value.off.mT
+        by_p = torch.cat([upstream.by_sum, along], -1) @ value.off[..., :-1].mT
         return by_p.addcmul_(_terms(upstream.direction.to(by_p.dtype), value), by_deficit)
     by_deficit = by_deficit.double()
     rows = torch.cat([upstream.by_sum.double() - by_deficit * upstream.direction, by_deficit], -1)
     return rows @ _ambient(value).mT
-
-
-def row_totals(by_p: Tensor, p: Tensor) -> Tensor:
-    """Σ_j P_ij ∂P_ij and Σ_j P_ij, (…, N, 2), in the dtype of ∂P."""
-    p = p.to(by_p.dtype)
-    return torch.stack([(by_p * p).sum(-1), p.sum(-1)], -1)
 
 
 def _one_side(
@@ -250,32 +269,26 @@ def block_gradients(
     scores: BlockScores,
     p: Tensor,
     upstream: Upstream,
-    totals: Tensor | None = None,
 ) -> BlockGradients:
     """One block's share of all gradients, given its weights P.
 
-    û counts as constant in F, which is exact: F is stationary in it. `totals` are the `row_totals`
-    over all key blocks, by default over this one: the mean ∂P of a row is taken from the very
-    numbers it is subtracted from, because of those little is left.
+    û counts as constant in F, which is exact: F is stationary in it.
     """
     n = value.u.shape[-1]
     by_p = by_weights(upstream, value)
-    plain = p.to(by_p.dtype)
     centre = _wide(mean_row(value.u))
     off = (upstream.direction - centre).to(by_p.dtype)
     by_sum, by_deficit = upstream.by_sum, upstream.by_deficit.unsqueeze(-1)
     both = torch.cat([by_sum.to(by_p.dtype), by_deficit * off, by_deficit.to(by_p.dtype)], -1)
-    pull_sum, pull_direction, pull = (plain.mT @ both).split([n, n, 1], -1)
+    pull_sum, pull_direction, pull = (p.to(by_p.dtype).mT @ both).split([n, n, 1], -1)
     zero = value.sinh == 0
     safe_sinh = torch.where(zero, 1.0, value.sinh)
     across = pull_sum + (value.u - centre).to(by_p.dtype) * pull - pull_direction
     by_u = across.to(p.dtype) * safe_sinh.unsqueeze(-1)
     pull = pull.to(p.dtype)
 
-    totals = row_totals(by_p, plain) if totals is None else totals
-    mean, mass = totals.split([1, 1], -1)
-    relative = (by_p - mean / torch.where(mass > 0, mass, 1.0)).to(p.dtype)
     weighted = by_p.to(p.dtype) * p
+    relative = by_p.sub_(upstream.mean.unsqueeze(-1)).to(p.dtype)
     # ∂a_j = coth a_j (Σ_i P_ij ∂P_ij − e^−a_j Σ_i P_ij ∂F_i) − e^−a_j Σ_i P_ij ∂F_i
     fall = value.falling * pull.squeeze(-1)
     coth = (value.sinh + value.falling) / safe_sinh

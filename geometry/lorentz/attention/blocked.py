@@ -19,13 +19,13 @@ from ..ops.point import Point, PointLike, promote, radius_limit, without_autocas
 from .block import (
     Bias,
     BlockScores,
+    RowSums,
     Upstream,
     Values,
     biased_scores,
     block_gradients,
     block_scores,
     block_sums,
-    unit_rows,
 )
 from .scores import ScoreCoordinates
 from .sweeps import blocked_gradients, blocked_sums
@@ -66,20 +66,22 @@ class _AttentionSums(torch.autograd.Function):
             value, added = Values.of(*tensors[6:8]), Bias(bias, causal_offset)
             scores = block_scores(query, key)
             p = _weights(scores, tensors[8], added, n, m)
-            space_sum, deficit = block_sums(p, value)
-            kept: tuple[Tensor, ...] = (*scores, p)
+            sums = block_sums(p, value)
+            kept = [*scores, p]
         else:
-            space_sum, deficit, log_sum = blocked_sums(list(tensors), bias, *ctx.options)
-            kept = (log_sum,)
-        ctx.save_for_backward(bias, *tensors, space_sum, *kept)
-        return space_sum.to(deficit.dtype), deficit
+            *rows, log_sum = blocked_sums(list(tensors), bias, *ctx.options)
+            sums, kept = RowSums(*rows), [log_sum]
+        ctx.save_for_backward(bias, *tensors, *sums, *kept)
+        dtype = query.level.dtype
+        return sums.space.to(dtype), sums.deficit.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, by_sum: Tensor, by_deficit: Tensor) -> tuple[Tensor | None, ...]:
         bias, *saved = ctx.saved_tensors
-        tensors, space_sum, kept = saved[:9], saved[9], saved[10:]
+        tensors, sums, kept = saved[:9], RowSums(*saved[9:12]), saved[12:]
         with torch.no_grad(), without_autocast(by_sum.device.type):
-            gradients = _gradients(ctx, bias, tensors, space_sum, kept, by_sum, by_deficit)
+            upstream = Upstream.of(by_sum, by_deficit, sums)
+            gradients = _gradients(ctx, bias, tensors, kept, upstream)
         if torch.is_grad_enabled():
             gradients = _Last.apply(len(gradients), *gradients, *tensors)
         return (None, None, None, None, *gradients)
@@ -89,13 +91,10 @@ def _gradients(
     ctx: Any,
     bias: Tensor | None,
     tensors: list[Tensor],
-    space_sum: Tensor,
     kept: list[Tensor],
-    by_sum: Tensor,
-    by_deficit: Tensor,
+    upstream: Upstream,
 ) -> list[Tensor]:
     """By the nine tensors of `_AttentionSums`."""
-    upstream = Upstream(by_sum, by_deficit, unit_rows(space_sum))
     query, gain = ScoreCoordinates(*tensors[0:3]), tensors[8]
     if ctx.small:
         g = block_gradients(

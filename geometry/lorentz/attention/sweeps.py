@@ -18,19 +18,18 @@ from torch import Tensor
 from .block import (
     Bias,
     Range,
+    RowSums,
     Upstream,
     Values,
     biased_scores,
     block_gradients,
     block_scores,
     block_sums,
-    by_weights,
     deficit_share,
     finish_sums,
     part_of,
     partial_sums,
     ranges,
-    row_totals,
 )
 from .scores import ScoreCoordinates
 
@@ -84,15 +83,13 @@ def _log_sum(problem: _Problem, rows: Range, columns: list[Range]) -> tuple[Tens
     return torch.where(reached, largest + torch.log(torch.where(reached, total, 1.0)), 0.0), None
 
 
-def _row_sums(
-    problem: _Problem, rows: Range, columns: list[Range]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """V, F and the log of the softmax sum of some query rows."""
+def _row_sums(problem: _Problem, rows: Range, columns: list[Range]) -> tuple[RowSums, Tensor]:
+    """The sums of some query rows, and the log of their softmax sum."""
     log_sum, score = _log_sum(problem, rows, columns)
     value = problem.value
     if score is not None:
         p = torch.exp(score.sub_(log_sum.unsqueeze(-1)))
-        return *block_sums(p, value.part(*columns[0])), log_sum
+        return block_sums(p, value.part(*columns[0])), log_sum
 
     def weights_of(part: Range) -> Tensor:
         return torch.exp(problem.score(rows, part).sub_(log_sum.unsqueeze(-1)))
@@ -100,11 +97,11 @@ def _row_sums(
     sums = partial_sums(weights_of(columns[0]), value.part(*columns[0]))
     for part in columns[1:]:
         sums += partial_sums(weights_of(part), value.part(*part))
-    space_sum, deficit = finish_sums(sums, value)
-    if deficit is None:
-        shares = [deficit_share(weights_of(c), space_sum, value.part(*c)) for c in columns]
-        deficit = torch.stack(shares).sum(0)
-    return space_sum, deficit, log_sum
+    found, unfinished = finish_sums(sums, value)
+    if unfinished:
+        shares = [deficit_share(weights_of(c), found.space, value.part(*c)) for c in columns]
+        found = found._replace(deficit=torch.stack(shares).sum(0))
+    return found, log_sum
 
 
 def _entries(
@@ -135,24 +132,20 @@ def blocked_sums(
     causal_offset: int | None,
     row_block: int,
     key_block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """V (…, N, n), wide, F (…, N) and the log of the softmax sum (…, N) of all queries."""
+) -> list[Tensor]:
+    """`RowSums` of all queries, and the log of the softmax sum (…, N)."""
     entries = _entries(tensors, bias)
     if entries is not None:
         options = causal_offset, row_block, key_block
         each = [blocked_sums(*entry, *options) for entry in entries]
-        first, second, third = zip(*each, strict=True)
-        return torch.stack(first), torch.stack(second), torch.stack(third)
+        return [torch.stack(parts) for parts in zip(*each, strict=True)]
     problem = _Problem.of(tensors, bias, causal_offset)
-    parts = [
-        _row_sums(problem, rows, problem.key_ranges(rows, key_block))
-        for rows in ranges(tensors[0].shape[-1], row_block)
+    rows = [
+        _row_sums(problem, part, problem.key_ranges(part, key_block))
+        for part in ranges(tensors[0].shape[-1], row_block)
     ]
-    return (
-        torch.cat([part[0] for part in parts], -2),
-        torch.cat([part[1] for part in parts], -1),
-        torch.cat([part[2] for part in parts], -1),
-    )
+    space, *flat = zip(*((*sums, log_sum) for sums, log_sum in rows), strict=True)
+    return [torch.cat(space, -2), *(torch.cat(parts, -1) for parts in flat)]
 
 
 @blocked_sums.register_fake
@@ -162,11 +155,12 @@ def _(
     causal_offset: int | None,
     row_block: int,
     key_block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     level, value_u = tensors[0], tensors[7]
     dtype = value_u.dtype if value_u.device.type == "mps" else torch.float64
-    space_sum = value_u.new_empty((*level.shape, value_u.shape[-1]), dtype=dtype)
-    return space_sum, value_u.new_empty(level.shape), value_u.new_empty(level.shape)
+    rows = [value_u.new_empty(level.shape, dtype=dtype) for _ in range(2)]
+    space = value_u.new_empty((*level.shape, value_u.shape[-1]), dtype=dtype)
+    return [space, *rows, value_u.new_empty(level.shape)]
 
 
 @torch.library.custom_op("rpt_lorentz::blocked_gradients", mutates_args=())
@@ -195,21 +189,18 @@ def blocked_gradients(
     for rows in ranges(tensors[0].shape[-1], row_block):
         some = slice(*rows)
         part = part_of(problem.query, rows)
-        up = Upstream(upstream[0][..., some, :], upstream[1][..., some], upstream[2][..., some, :])
-        columns = problem.key_ranges(rows, key_block)
-        sums = None
-        if len(columns) > 1:
-            parts = []
-            for keys in columns:
-                p = torch.exp(problem.score(rows, keys).sub_(log_sum[..., some].unsqueeze(-1)))
-                parts.append(row_totals(by_weights(up, problem.value.part(*keys)), p))
-            sums = torch.stack(parts).sum(0)
-        for keys in columns:
+        up = Upstream(
+            upstream[0][..., some, :],
+            upstream[1][..., some],
+            upstream[2][..., some, :],
+            upstream[3][..., some],
+        )
+        for keys in problem.key_ranges(rows, key_block):
             some_keys, values = part_of(problem.key, keys), problem.value.part(*keys)
             scores = block_scores(part, some_keys)
             score = biased_scores(scores, problem.gain, problem.bias, rows, keys)
             p = torch.exp(score.sub_(log_sum[..., some].unsqueeze(-1)))
-            g = block_gradients(part, some_keys, values, scores, p, up, sums)
+            g = block_gradients(part, some_keys, values, scores, p, up)
             _add(totals[:3], g.query, some)
             _add(totals[3:], (*g.key, g.a, g.u), slice(*keys))
             gain_total = gain_total + g.gain
