@@ -48,23 +48,34 @@ _TINY = 1e-30
 
 
 class Values(NamedTuple):
-    """sinh a (…, M), e^−a (…, M), u (…, M, n) of the value points, the direction m (…, 1, n) of
-    their middle, and (sinh(a) (u − m), sinh a, 1) (…, M, n + 2)."""
+    """The value points as the sums over them need them.
+
+    sinh, falling, u: sinh a and e^−a (…, M), and u (…, M, n).
+    middle: the direction m of their middle, (…, 1, n).
+    columns: what weights are multiplied with, (…, M, n + 3) in float64 where products are taken:
+        sinh(a) u with u made unit there, cosh a, e^−a, 1; else (…, M, n + 2): sinh(a) (u − m),
+        sinh a, 1.
+    """
 
     sinh: Tensor
     falling: Tensor
     u: Tensor
     middle: Tensor
-    off: Tensor
+    columns: Tensor
 
     @classmethod
     def of(cls, a: Tensor, u: Tensor) -> Values:
         """From polar form; a must be within the range of sinh."""
-        sinh = torch.sinh(a)
-        column = sinh.unsqueeze(-1)
+        sinh, falling = torch.sinh(a), torch.exp(-a)
+        column, one = sinh.unsqueeze(-1), torch.ones_like(sinh).unsqueeze(-1)
         middle = norm_and_direction((column * u).sum(-2))[1].unsqueeze(-2)
-        off = [column * (u - middle), column, torch.ones_like(column)]
-        return cls(sinh, torch.exp(-a), u, middle, torch.cat(off, -1))
+        columns = [column * (u - middle), column, one]
+        if _by_product(u):
+            column, fall, unit = column.double(), falling.double().unsqueeze(-1), u.double()
+            norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
+            unit = unit * (column / torch.where(norm > 0, norm, 1.0))
+            columns = [unit, column + fall, fall, one.double()]
+        return cls(sinh, falling, u, middle, torch.cat(columns, -1))
 
     def part(self, start: int, stop: int) -> Values:
         """The keys from `start` to `stop`."""
@@ -73,7 +84,7 @@ class Values(NamedTuple):
             self.falling[..., start:stop],
             self.u[..., start:stop, :],
             self.middle,
-            self.off[..., start:stop, :],
+            self.columns[..., start:stop, :],
         )
 
 
@@ -180,23 +191,11 @@ def _terms(direction: Tensor, value: Values) -> Tensor:
     return terms.mul_(value.sinh.unsqueeze(-2)).add_(value.falling.unsqueeze(-2))
 
 
-def _ambient(value: Values) -> Tensor:
-    """(sinh a · u, cosh a) in float64 with u made unit there: (…, M, n + 1)."""
-    sinh, falling = value.sinh.double().unsqueeze(-1), value.falling.double().unsqueeze(-1)
-    u = value.u.double()
-    norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-    return torch.cat([u * (sinh / torch.where(norm > 0, norm, 1.0)), sinh + falling], -1)
-
-
 def partial_sums(p: Tensor, value: Values) -> Tensor:
     """What adds up over key blocks: V − m Σ P sinh a, Σ P sinh a and Σ P, from differences; where
     products are taken V, T, E and Σ P, in float64.
     """
-    if not _by_product(value.u):
-        return p @ value.off
-    falling = value.falling.double().unsqueeze(-1)
-    columns = [_ambient(value), falling, torch.ones_like(falling)]
-    return p.double() @ torch.cat(columns, -1)
+    return p.to(value.columns.dtype) @ value.columns
 
 
 def finish_sums(sums: Tensor, value: Values) -> tuple[RowSums, bool]:
@@ -232,11 +231,11 @@ def by_weights(upstream: Upstream, value: Values) -> Tensor:
     by_deficit = upstream.by_deficit.unsqueeze(-1)
     if not _by_product(value.u):
         along = (upstream.by_sum * value.middle).sum(-1, keepdim=True)
-        by_p = torch.cat([upstream.by_sum, along], -1) @ value.off[..., :-1].mT
+        by_p = torch.cat([upstream.by_sum, along], -1) @ value.columns[..., :-1].mT
         return by_p.addcmul_(_terms(upstream.direction.to(by_p.dtype), value), by_deficit)
     by_deficit = by_deficit.double()
     rows = torch.cat([upstream.by_sum.double() - by_deficit * upstream.direction, by_deficit], -1)
-    return rows @ _ambient(value).mT
+    return rows @ value.columns[..., :-2].mT
 
 
 def _one_side(
