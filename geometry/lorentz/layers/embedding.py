@@ -138,14 +138,12 @@ class PatchEmbedding(nn.Module):
                 f"expected images (batch, {self.in_channels}, height, width), got "
                 f"{tuple(images.shape)}"
             )
-        batch, _, height, width = images.shape
+        height, width = images.shape[2:]
         size = self.patch_size
         if height % size or width % size:
             raise ValueError(f"patches of {size} do not tile images of {height} × {width}")
         patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(
-            batch, (height // size) * (width // size), -1
-        )
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         # exp at the origin keeps the direction; the mean square keeps the radius near that of one
         # pixel's contrast whatever the patch's size.
         return patches / (patches.shape[-1] ** 0.5)

@@ -207,7 +207,10 @@ class PolarBatchNorm2d(nn.Module):
         self.register_buffer("running_distance", torch.ones(()))
 
     def forward(self, x: PointLike) -> Point:
-        """Points (…), (…, n) to points of the same shapes; means over all leading dimensions."""
+        """Points (…), (…, n) to points of the same shapes; means over all leading dimensions.
+
+        An empty batch leaves the running estimates alone.
+        """
         ((a, u),) = promote(x)
         if u.shape[-1] != self.channels:
             raise ValueError(f"expected points of dimension {self.channels}, got {u.shape[-1]}")
@@ -219,8 +222,9 @@ class PolarBatchNorm2d(nn.Module):
             mean = Point(self.running_radius.to(a.dtype), self.running_direction.to(a.dtype))
         centred = gyro_add(gyro_negate(Point(mean.a[None], mean.u[None])), flat)
         if self.training:
-            distance = root * centred.a.mean()
-            self._update(mean, distance)
+            distance = root * centred.a.sum() / max(1, centred.a.numel())
+            if centred.a.numel():
+                self._update(mean, distance)
         else:
             distance = self.running_distance.to(a.dtype)
         factor = torch.exp(self.log_gain.to(a.dtype)) / (distance + self.eps)

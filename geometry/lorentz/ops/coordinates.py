@@ -96,19 +96,19 @@ def from_ambient(ambient: Tensor, *, k: float | Tensor = 1.0) -> Point:
     return from_space(ambient[..., 1:], k=k)
 
 
-def perpendicular_part(u: Tensor, v: Tensor) -> Tensor:
-    """v − (u·v) u for unit vectors (or zero vectors), from differences.
-
-    With e = v − u it is e + ½‖e‖² u; behind the equator, with f = u + v, it is f − ½‖f‖² u.
-    """
-    behind = ((u * v).sum(-1) < 0).unsqueeze(-1)
-    sign = torch.where(behind, 1.0, -1.0)
-    e = v + sign * u
-    return e - (sign * 0.5) * (e * e).sum(-1, keepdim=True) * u
-
-
 def _without_component(x: Tensor, u: Tensor) -> Tensor:
     return x - (x * u).sum(-1, keepdim=True) * u
+
+
+def perpendicular_part(u: Tensor, v: Tensor) -> Tensor:
+    """v − (u·v) u for unit vectors (or zero vectors), from differences: of e = v − u, behind the
+    equator of u + v, the part across u.
+
+    Stored directions have length 1 up to rounding only; taking u·e as the identity −½‖e‖² for it
+    would leave that rounding in the result, 3 % of it at an angle of 1e-6.
+    """
+    behind = ((u * v).sum(-1) < 0).unsqueeze(-1)
+    return _without_component(v + torch.where(behind, 1.0, -1.0) * u, u)
 
 
 def inner(x: PointLike, first: TangentLike, second: TangentLike) -> Tensor:

@@ -29,7 +29,8 @@ __all__ = [
 
 def gyro_negate(x: PointLike) -> Point:
     """⊖x = (a, −u): the inverse of x under gyroaddition."""
-    return Point(x[0], -x[1])
+    ((a, u),) = promote(x)
+    return Point(a, -u)
 
 
 def gyro_scale(factor: float | Tensor, x: PointLike) -> Point:
@@ -49,10 +50,10 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     """x ⊕ y: the boost that carries the origin to x, applied to y.
 
     Not commutative. Centring at a mean is (⊖mean) ⊕ x, in this order: then distances between the
-    x do not change. With x = (a, u), y = (b, v), e = u + v and c = ½‖e‖², Eq. 21 along u and the
-    projection of y across u add up to sinh b · e + [sinh(a−b) + (cosh a − 1) sinh b · c] u, whose
-    terms are small together where u and v oppose each other, as in centring, and which loses no
-    more elsewhere than the rounding of the directions themselves.
+    x do not change. With x = (a, u), y = (b, v), e = u + v and c = ½‖e‖² the result is the part of
+    sinh b · e across u, and sinh(a−b) + cosh a sinh b · c along u (Eq. 21), whose terms are small
+    together where u and v oppose each other, as in centring. e is projected, rather than its part
+    along u taken to be c: stored directions have length 1 up to rounding only.
 
     Args:
         x, y: points of shapes (…), (…, n), broadcast; radii are limited to `radius_limit`.
@@ -63,16 +64,15 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     x_origin, y_origin = is_origin(a, u), is_origin(b, v)
     limit = radius_limit(a.dtype)
     a, b = a.clamp(max=limit), b.clamp(max=limit)
-    sinh_b, half = torch.sinh(b), torch.sinh(0.5 * a)
     e = u + v
     c = half_squared_norm(e)
-    rise = 2.0 * half * half
     # At an origin u (or v) stands for its space coordinates; nothing of this changes a value.
     y_origin = y_origin.to(a.dtype)
-    scale = sinh_b + y_origin
-    along = torch.sinh(a - b) + rise * scale * (c - 0.5 * y_origin) - y_origin
+    scale = torch.sinh(b) + y_origin
+    along = torch.sinh(a - b) + torch.cosh(a) * scale * (c - 0.5 * y_origin)
     along = torch.where(x_origin, torch.cosh(b) - scale, along)
-    return from_unit_space(torch.addcmul(scale.unsqueeze(-1) * e, along.unsqueeze(-1), u))
+    across = e - (e * u).sum(-1, keepdim=True) * u
+    return from_unit_space(torch.addcmul(scale.unsqueeze(-1) * across, along.unsqueeze(-1), u))
 
 
 def boost(x: PointLike, to: PointLike) -> Point:

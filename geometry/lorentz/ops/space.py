@@ -63,8 +63,8 @@ def join_heads(x: PointLike) -> Point:
     ln sinh a = ½ logsumexp_h(2 ln sinh a_h), the Lorentz direct concatenation.
     """
     ((a, u),) = promote(x)
-    if a.dim() == 0:
-        raise ValueError("join_heads needs points of shapes (…, H) and (…, H, m)")
+    if a.dim() == 0 or a.shape[-1] == 0:
+        raise ValueError("join_heads needs points of shapes (…, H) and (…, H, m), H ≥ 1")
     outward = a > 0
     log_heads = log_sinh(torch.where(outward, a, 1.0))
     log_heads = torch.where(outward, log_heads, -torch.inf)

@@ -78,6 +78,11 @@ class RiemannianAdamW(torch.optim.Optimizer):
         )
         super().__init__(params, self._euclidean.defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What a copy or an unpickled optimizer starts from: torch saves groups and state only."""
+        super().__setstate__(state)
+        self._euclidean = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
