@@ -231,3 +231,73 @@ def test_integers_are_no_points(name):
         return
     with pytest.raises(TypeError, match="float"):
         MAKERS[name]()((torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, N, dtype=torch.long)))
+
+
+@pytest.mark.parametrize("radius", [29.0, 42.9, 44.0, 90.0, 1000.0])
+@pytest.mark.parametrize("name", MAKERS)
+def test_case_58_radii_beyond_the_limits_are_finite_in_value_and_gradient(name, radius):
+    if name == "gradient_from_ambient":
+        return  # its argument is itself a product that leaves the range
+    a = torch.full((2, 3), radius, requires_grad=True)
+    u = torch.nn.functional.normalize(torch.randn(2, 3, N), dim=-1).requires_grad_()
+    made = MAKERS[name]()
+    result = made((a, u))
+    assert all(part.isfinite().all() for part in parts(result))
+    check_backward(made, result, a)
+    assert u.grad is None or u.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("b", [42.0, 44.0, 300.0])
+def test_case_58_distances_and_logits_have_no_radius_limit(b):
+    v = torch.tensor([1.0, 0.0, 0.0])
+    origin = torch.zeros(3, requires_grad=True)
+    far = torch.tensor(b), v
+    L.squared_distance((torch.tensor(0.0), origin), far).backward()
+    assert torch.allclose(origin.grad, -2.0 * b * v)
+    assert L.distance(far, far) == 0
+    a = torch.tensor([b], requires_grad=True)
+    u = torch.nn.functional.normalize(torch.tensor([[3.0, 4.0, 1.0]]), dim=-1)
+    z, s = torch.eye(3), torch.tensor([0.0, 1.0, -2.0])
+    logits = L.mlr_logits((a, u), z, s)
+    double = L.mlr_logits((a.detach().double(), u.double()), z.double(), s.double())
+    assert torch.allclose(logits.double(), double, rtol=1e-6)
+    logits.sum().backward()
+    assert torch.allclose(a.grad, torch.tensor([3.0]))
+
+
+def test_case_58_pairwise_distances_have_a_limit_that_passes_gradients():
+    v = torch.tensor([[1.0, 0.0, 0.0]])
+    a = torch.tensor([60.0], requires_grad=True)
+    d = L.pairwise_distance((a, v), (torch.tensor([3.0]), v))
+    assert d.item() == pytest.approx(L.radius_limit(torch.float32) - 3.0)
+    d.sum().backward()
+    assert a.grad.item() == pytest.approx(1.0)
+
+
+# --- 57: stored directions have length 1 up to rounding only -------------------------------------
+
+
+def test_case_57_logarithm_of_a_near_point_is_tangent():
+    u = torch.nn.functional.normalize(torch.randn(200, N), dim=-1)
+    w = torch.nn.functional.normalize(torch.randn(200, N), dim=-1)
+    v = torch.nn.functional.normalize(u.double() + 1e-6 * w.double(), dim=-1).float()
+    a = torch.full((200,), 3.0)
+    tangent = L.log_map((a, u), (a, v)).perpendicular
+    inward = (tangent.double() * u.double()).sum(-1).abs() / tangent.norm(dim=-1).clamp(min=1e-12)
+    assert inward.max() < 1e-5
+
+
+@pytest.mark.parametrize(("radius", "bound"), [(8.0, 2e-6), (12.0, 4e-5)])
+def test_case_57_centring_far_out(radius, bound):
+    """Stored directions are made exactly unit in float64 before the same formula: the oracle."""
+    centre = torch.full((64,), radius), torch.nn.functional.normalize(torch.randn(1, 16), dim=-1)
+    spread = L.exp_map_origin(0.25 * torch.randn(64, 16))
+    x = L.gyro_add((centre[0], centre[1].expand(64, -1)), spread)
+    mean = L.centroid(x)
+
+    def exact(p):
+        return p[0].double(), torch.nn.functional.normalize(p[1].double(), dim=-1)
+
+    ours = L.gyro_add(L.gyro_negate(mean), x)
+    true = L.gyro_add(L.gyro_negate(exact(mean)), exact(x))
+    assert L.distance(exact(ours), true).median() < bound

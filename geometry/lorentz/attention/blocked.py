@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..ops.centroid import point_from_sums
-from ..ops.point import Point, PointLike, promote, radius_limit, without_autocast
+from ..ops.point import Point, PointLike, promote, without_autocast
+from ..ops.scalar import limit_radius
 from .block import (
     Bias,
     BlockScores,
@@ -27,7 +28,7 @@ from .block import (
     block_scores,
     block_sums,
 )
-from .scores import ScoreCoordinates
+from .scores import ScoreCoordinates, attention_limit
 from .sweeps import blocked_gradients, blocked_sums
 
 __all__ = ["blocked_attention", "fused_attention"]
@@ -159,7 +160,7 @@ def blocked_attention(
         `dense_attention`; second derivatives need that one.
     """
     ((a, u),) = promote(value)
-    a = a.clamp(max=radius_limit(a.dtype))
+    a = limit_radius(a, attention_limit(a.dtype))
     if gain.dim() and gain.shape[-2:] != (1, 1):
         raise ValueError(f"gain must have shape (…, 1, 1), got {tuple(gain.shape)}")
     if bias is not None and bias.requires_grad:

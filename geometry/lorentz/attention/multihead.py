@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ...masks import additive_mask, check_attention_mask, check_padding_mask
 from ..layers.curvature import Curvature, as_curvature_module
 from ..layers.linear import PolarLinear
-from ..ops.centroid import centroids
 from ..ops.coordinates import klein_row
 from ..ops.point import Point, PointLike, host_readable, promote
 from ..ops.space import join_heads, split_heads
@@ -20,7 +19,7 @@ from .block import causal_bias
 from .blocked import blocked_attention
 from .cache import CachedTokens, PolarCache
 from .position import BoostEncoding, HorosphericalEncoding
-from .scores import ScoreCoordinates, attention_weights, polar_score_coordinates
+from .scores import ScoreCoordinates, attention_weights, polar_score_coordinates, weighted_values
 
 __all__ = ["HeadGain", "PolarMultiheadAttention"]
 
@@ -280,7 +279,7 @@ class PolarMultiheadAttention(nn.Module):
             causal = causal_bias(n, m, query.level, m - n)
             bias = causal if bias is None else bias + causal
         weights = nn.functional.dropout(attention_weights(query, key, gain, bias), dropout)
-        return centroids(value, weights), weights if need_weights else None
+        return weighted_values(value, weights), weights if need_weights else None
 
     @property
     def fused(self) -> bool:

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from ..ops.centroid import centroids
 from ..ops.distance import pair_angular
-from ..ops.point import Point, PointLike, promote, radius_limit
-from ..ops.scalar import squared_arcosh1p
+from ..ops.point import Point, PointLike, promote
+from ..ops.scalar import limit_radius, squared_arcosh1p
 
 __all__ = [
     "ScoreCoordinates",
+    "attention_limit",
     "attention_weights",
     "dense_attention",
     "half_space_score",
     "masked_softmax",
     "pairwise_c",
     "polar_score_coordinates",
+    "weighted_values",
 ]
 
 
@@ -37,16 +39,23 @@ class ScoreCoordinates(NamedTuple):
     vector: Tensor
 
 
+def attention_limit(dtype: torch.dtype) -> float:
+    """The largest radius that attention tells apart: 30 in float32, whose points of that radius lie
+    farther apart than their directions resolve (17). Gradients form products of four radii.
+    """
+    return 170.0 if dtype == torch.float64 else 30.0
+
+
 def polar_score_coordinates(x: PointLike) -> ScoreCoordinates:
-    """(a, sinh a, u) of points, radii limited to `radius_limit`."""
+    """(a, sinh a, u) of points, radii limited to `attention_limit`."""
     ((a, u),) = promote(x)
-    a = a.clamp(max=radius_limit(a.dtype))
+    a = limit_radius(a, attention_limit(a.dtype))
     return ScoreCoordinates(a, torch.sinh(a), u)
 
 
 def half_space_score(log_nu: Tensor, w: Tensor) -> ScoreCoordinates:
     """(ln ν, ν, w) of half-space coordinates."""
-    limit = radius_limit(w.dtype)
+    limit = attention_limit(w.dtype)
     log_nu = log_nu.clamp(-limit, limit)
     return ScoreCoordinates(log_nu, torch.exp(log_nu), w)
 
@@ -78,6 +87,12 @@ def attention_weights(
     return masked_softmax(scores if bias is None else scores + bias)
 
 
+def weighted_values(value: PointLike, weights: Tensor) -> Point:
+    """Centroids of the values under every row of weights, radii limited to `attention_limit`."""
+    ((a, u),) = promote(value)
+    return centroids((limit_radius(a, attention_limit(a.dtype)), u), weights)
+
+
 def dense_attention(
     query: ScoreCoordinates,
     key: ScoreCoordinates,
@@ -97,4 +112,4 @@ def dense_attention(
     Returns:
         Points (…, N), (…, N, n); the origin where every key is excluded.
     """
-    return centroids(value, attention_weights(query, key, gain, bias))
+    return weighted_values(value, attention_weights(query, key, gain, bias))

@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..ops.coordinates import from_space, to_space, unit_space
-from ..ops.point import Point, PointLike, promote, radius_limit, without_autocast
-from ..ops.scalar import (
-    arcosh1p,
-    asinh_exp,
-    log_of_norm,
-    norm_and_direction,
-)
+from ..ops.point import Point, PointLike, promote, without_autocast
+from ..ops.scalar import arcosh1p, asinh_exp, limit_radius, log_of_norm, norm_and_direction
 from ..ops.space import (
     centroid_pool2d,
     channels_first,
@@ -124,7 +119,7 @@ class PolarConv2d(nn.Module):
                 "expected points (batch, height, width) and (batch, height, width, "
                 f"{self.in_channels}), got {tuple(a.shape)} and {tuple(u.shape)}"
             )
-        a = a.clamp(max=radius_limit(a.dtype))
+        a = limit_radius(a)
         out = self.direction(channels_first(unit_space(a, u)))
         sinh_a = torch.sinh(a)
         squares = self._box_sum(sinh_a * sinh_a)

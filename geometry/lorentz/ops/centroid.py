@@ -12,10 +12,9 @@ from .point import (
     check_curvature,
     is_origin,
     promote,
-    radius_limit,
     without_autocast,
 )
-from .scalar import asinh_of_norm, norm_and_direction
+from .scalar import asinh_of_norm, limit_radius, norm_and_direction
 
 __all__ = [
     "centroid",
@@ -42,7 +41,7 @@ def _terms(points: PointLike) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """sinh a (1 at origins, where u stands for the space coordinates), e^−a, u, and where the
     origins are; radii limited."""
     ((a, u),) = promote(points)
-    a = a.clamp(max=radius_limit(a.dtype))
+    a = limit_radius(a)
     at_origin = is_origin(a, u)
     return torch.sinh(a) + at_origin, torch.exp(-a), u, at_origin
 

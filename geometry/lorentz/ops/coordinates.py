@@ -35,9 +35,14 @@ __all__ = [
 ]
 
 
+def _ambient_radius(a: Tensor) -> Tensor:
+    """Radii up to which sinh a is a number, with no derivative beyond."""
+    return a.clamp(max=2.0 * radius_limit(a.dtype))
+
+
 def unit_space(a: Tensor, u: Tensor) -> Tensor:
     """sinh(a) u, the space coordinates in units of √k; reads gradients at the origin."""
-    a = a.clamp(max=2.0 * radius_limit(a.dtype))
+    a = _ambient_radius(a)
     return (torch.sinh(a) + is_origin(a, u)).unsqueeze(-1) * u
 
 
@@ -80,8 +85,7 @@ def to_ambient(x: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
     a is limited to twice `radius_limit` (86 in float32), so that the result stays finite.
     """
     ((a, u),) = promote(x)
-    limited = a.clamp(max=2.0 * radius_limit(a.dtype))
-    ambient = torch.cat([torch.cosh(limited).unsqueeze(-1), unit_space(a, u)], -1)
+    ambient = torch.cat([torch.cosh(_ambient_radius(a)).unsqueeze(-1), unit_space(a, u)], -1)
     return column(square_root(check_curvature(k, a))) * ambient
 
 
@@ -129,12 +133,13 @@ def tangent_from_ambient(x: PointLike, ambient: Tensor) -> Tangent:
     ((a, u),) = promote(x)
     space = ambient[..., 1:].to(u.dtype)
     along = (space * u).sum(-1)
-    return Tangent(along / torch.cosh(a), space - along.unsqueeze(-1) * u)
+    return Tangent(along / torch.cosh(_ambient_radius(a)), space - along.unsqueeze(-1) * u)
 
 
 def tangent_to_ambient(x: PointLike, tangent: TangentLike) -> Tensor:
     """Ambient coordinates (…, 1 + n) of ξ_r (sinh a, cosh a u) + (0, ξ_⊥)."""
     (a, u), (radial, perpendicular) = promote(x, tangent)
+    a = _ambient_radius(a)
     time = radial * torch.sinh(a)
     space = (radial * torch.cosh(a)).unsqueeze(-1) * u + perpendicular
     return torch.cat([time.unsqueeze(-1), space], -1)
@@ -149,6 +154,7 @@ def gradient_from_ambient(x: PointLike, gradient: Tensor) -> Tangent:
     gradient = gradient.to(u.dtype)
     along = (gradient[..., 1:] * u).sum(-1)
     origin = is_origin(a, u)
+    a = _ambient_radius(a)
     radial = gradient[..., 0] * torch.sinh(a) + along * torch.cosh(a)
     return Tangent(torch.where(origin, 0.0, radial), _without_component(gradient[..., 1:], u))
 
@@ -165,7 +171,7 @@ def gradient_from_polar(
     root = square_root(check_curvature(k, a))
     origin = is_origin(a, u)
     # a = 0 with u ≠ 0 is no stored origin: its direction means nothing and gets no gradient.
-    scale = torch.where(origin, 1.0, torch.sinh(a))
+    scale = torch.where(origin, 1.0, torch.sinh(_ambient_radius(a)))
     perpendicular = (
         _without_component(by_u, u) / torch.where(scale > 0, scale, torch.inf)[..., None]
     )

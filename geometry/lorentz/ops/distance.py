@@ -22,7 +22,15 @@ from .point import (
     square_root,
     without_autocast,
 )
-from .scalar import arcosh1p, half_squared_norm, log_sinh, norm_and_direction, squared_arcosh1p
+from .scalar import (
+    arcosh1p,
+    asinh_exp,
+    half_squared_norm,
+    limit_radius,
+    log_sinh,
+    norm_and_direction,
+    squared_arcosh1p,
+)
 
 __all__ = [
     "chord_gradients",
@@ -159,7 +167,8 @@ def cosh_distance_minus_one(a: Tensor, u: Tensor, b: Tensor, v: Tensor) -> Tenso
 
 
 def _distance_beyond_limit(a: Tensor, u: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    """D where sinh a · sinh b would overflow, from ln c."""
+    """D where sinh a · sinh b would overflow, from ln c; exactly 0 at coincidence, and at an origin
+    with the derivative by its space coordinates, for which u (or v) stands there."""
     gap = (a - b).abs()
     radial = gap + 2.0 * torch.log(-torch.expm1(-gap.clamp(min=1e-20))) - math.log(2.0)
     chord = half_squared_chord(u, v)
@@ -168,7 +177,10 @@ def _distance_beyond_limit(a: Tensor, u: Tensor, b: Tensor, v: Tensor) -> Tensor
     angular = (log_sinh(a) + log_sinh(b)).clamp(min=-1e30) + log_chord
     log_c = torch.logaddexp(radial, angular)
     near = arcosh1p(torch.exp(log_c.clamp(max=40.0)))
-    return torch.where(log_c < 40.0, near, log_c + math.log(2.0))
+    d = torch.where(log_c < 40.0, near, log_c + math.log(2.0))
+    at_origin = is_origin(a, u) | is_origin(b, v)
+    d = d - torch.where(at_origin, (u * v).sum(-1), 0.0)
+    return torch.where((gap > 0) | apart, d, 0.0)
 
 
 def _split_by_limit(x: PointLike, y: PointLike) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,8 +232,7 @@ def pairwise_cosh_distance_minus_one(x: PointLike, y: PointLike) -> Tensor:
     (a, u), (b, v) = promote(x, y)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError("pairwise distances need sets of points: a of shape (…, N), u (…, N, n)")
-    limit = radius_limit(a.dtype)
-    a, b = a.clamp(max=limit), b.clamp(max=limit)
+    a, b = limit_radius(a), limit_radius(b)
     half = torch.sinh(0.5 * (a.unsqueeze(-1) - b.unsqueeze(-2)))
     return 2.0 * half * half + pair_angular(torch.sinh(a), u, torch.sinh(b), v)
 
@@ -244,7 +255,8 @@ def pairwise_distance(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) ->
 def mlr_logits(x: PointLike, normals: Tensor, shifts: Tensor, *, k: float | Tensor = 1.0) -> Tensor:
     """Signed distances to hyperplanes, scaled by the normals' lengths: (…, N) points → (…, N, C).
 
-    logit = ‖z‖ √k arsinh(sinh(a − s) − cosh s · sinh a · ½‖u − ẑ‖²).
+    logit = ‖z‖ √k arsinh(sinh(a − s) − cosh s · sinh a · ½‖u − ẑ‖²). Beyond `radius_limit` the
+    argument grows as e^a, and is taken in the log: no radius limit.
 
     Args:
         x: points (…, N), (…, N, n).
@@ -254,10 +266,14 @@ def mlr_logits(x: PointLike, normals: Tensor, shifts: Tensor, *, k: float | Tens
     """
     ((a, u),) = promote(x)
     limit = radius_limit(a.dtype)
+    excess = (a - limit).clamp(min=0.0).unsqueeze(-1)
     a = a.clamp(max=limit).unsqueeze(-1)
     length, direction = norm_and_direction(normals.to(a.dtype))
     shifts = shifts.to(a.dtype).clamp(-limit, limit)
     rapidity = torch.sinh(a - shifts)
     angular = pair_angular(torch.sinh(a.squeeze(-1)), u, torch.cosh(shifts), direction)
     root = k.to(a.dtype).sqrt() if isinstance(k, Tensor) else math.sqrt(k)
-    return length * root * torch.asinh(rapidity - angular)
+    argument = rapidity - angular
+    size = torch.where(argument != 0, argument.abs(), 1.0)
+    far = torch.sign(argument) * asinh_exp(torch.log(size) + excess)
+    return length * root * torch.where(excess > 0, far, torch.asinh(argument))

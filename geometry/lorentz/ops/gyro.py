@@ -13,9 +13,8 @@ from .point import (
     host_readable,
     is_origin,
     promote,
-    radius_limit,
 )
-from .scalar import half_squared_norm, norm_and_direction, sinhc_of_root
+from .scalar import half_squared_norm, limit_radius, norm_and_direction, sinhc_of_root
 
 __all__ = [
     "axis_boost",
@@ -62,8 +61,7 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     (a, u), (b, v) = promote(x, y)
     check_curvature(k, a)
     x_origin, y_origin = is_origin(a, u), is_origin(b, v)
-    limit = radius_limit(a.dtype)
-    a, b = a.clamp(max=limit), b.clamp(max=limit)
+    a, b = limit_radius(a), limit_radius(b)
     e = u + v
     c = half_squared_norm(e)
     # At an origin u (or v) stands for its space coordinates; nothing of this changes a value.

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from .distance import half_squared_chord, pair_angular
-from .point import Point, PointLike, check_curvature, is_origin, promote, radius_limit, square_root
-from .scalar import asinh_of_norm, half_squared_norm, norm_and_direction, squared_arcosh1p
+from .point import Point, PointLike, check_curvature, is_origin, promote, square_root
+from .scalar import (
+    asinh_of_norm,
+    half_squared_norm,
+    limit_radius,
+    norm_and_direction,
+    squared_arcosh1p,
+)
 
 __all__ = [
     "HalfSpace",
@@ -51,7 +57,7 @@ def to_half_space(x: PointLike, *, axis: int = 0) -> HalfSpace:
     """
     ((a, u),) = promote(x)
     axis = _check_axis(axis, u.shape[-1])
-    a = a.clamp(max=radius_limit(a.dtype))
+    a = limit_radius(a)
     return HalfSpace(*_ToHalfSpace.apply(a, u, is_origin(a, u).to(a.dtype), axis))
 
 

@@ -22,6 +22,7 @@ from .point import (
 from .scalar import (
     asinh_of_norm,
     cosh_of_root,
+    limit_radius,
     log_cosh,
     norm_and_direction,
     sinh_ratio,
@@ -120,10 +121,9 @@ def log_map(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Tangent:
     """
     (a, u), (b, v) = promote(x, y)
     root = square_root(check_curvature(k, a))
-    limit = radius_limit(a.dtype)
     x_origin, y_origin = is_origin(a, u), is_origin(b, v)
     from_origin = _unit_log_origin(b, v)
-    a, b = a.clamp(max=limit), b.clamp(max=limit)
+    a, b = limit_radius(a), limit_radius(b)
     ratio = sinh_ratio(cosh_distance_minus_one(a, u, b, v))
     chord = cosines(u, v)[0]
     sinh_b = torch.sinh(b)
@@ -156,8 +156,7 @@ def parallel_transport(
     (a, u), (b, v), (radial, perpendicular) = promote(x, y, tangent)
     check_curvature(k, a)
     x_origin, y_origin = is_origin(a, u), is_origin(b, v)
-    limit = radius_limit(a.dtype)
-    a, b = a.clamp(max=limit), b.clamp(max=limit)
+    a, b = limit_radius(a), limit_radius(b)
     h, h_behind = cosines(u, v)
     half_n = torch.sinh(0.5 * (a - b))
     cosh_squared = 1.0 + half_n * half_n + 0.5 * torch.sinh(a) * torch.sinh(b) * h

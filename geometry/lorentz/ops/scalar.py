@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .point import host_readable
+from .point import host_readable, radius_limit
 
 __all__ = [
     "arcosh1p",
@@ -16,6 +16,7 @@ __all__ = [
     "asinh_of_norm",
     "cosh_of_root",
     "half_squared_norm",
+    "limit_radius",
     "log_cosh",
     "log_of_norm",
     "log_sinh",
@@ -101,6 +102,29 @@ class _AsinhOfNorm(_Scalar):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (norm,) = ctx.saved_tensors
         return gradient / torch.hypot(norm, torch.ones_like(norm))
+
+
+class _LimitRadius(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, limit: float) -> Tensor:
+        return a.clamp(max=limit)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def limit_radius(a: Tensor, limit: float | None = None) -> Tensor:
+    """Radii, those beyond a limit (`radius_limit`) taken as the limit, with the derivative of the
+    identity: such a point is computed with as if it were there, and can still be pulled back.
+    """
+    return _LimitRadius.apply(a, radius_limit(a.dtype) if limit is None else limit)
 
 
 def log_cosh(a: Tensor) -> Tensor:

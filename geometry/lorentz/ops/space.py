@@ -11,8 +11,15 @@ from torch.nn import functional
 from .centroid import centroid
 from .coordinates import from_unit_space, unit_space
 from .distance import cosh_distance_minus_one
-from .point import Point, PointLike, is_origin, promote, radius_limit
-from .scalar import asinh_exp, asinh_of_norm, log_of_norm, log_sinh, norm_and_direction
+from .point import Point, PointLike, is_origin, promote
+from .scalar import (
+    asinh_exp,
+    asinh_of_norm,
+    limit_radius,
+    log_of_norm,
+    log_sinh,
+    norm_and_direction,
+)
 
 __all__ = [
     "centroid_pool2d",
@@ -154,7 +161,7 @@ def upsample2x(x: PointLike) -> Point:
     Radii are limited to `radius_limit`.
     """
     ((a, u),) = promote(x)
-    a = a.clamp(max=radius_limit(a.dtype))
+    a = limit_radius(a)
     space = functional.interpolate(
         channels_first(unit_space(a, u)), scale_factor=2, mode="bilinear", align_corners=False
     )
