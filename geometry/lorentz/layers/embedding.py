@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,7 +38,10 @@ class LorentzEmbedding(nn.Module):
         decay: what weight decay does, see `LorentzManifold`.
 
     `weight` is a `LorentzParameter` (num_embeddings, 1 + n). Reading it makes directions unit
-    again, so that an average of parameters (EMA) is read as points, too.
+    again, so that an average of parameters (EMA) is read as points, too. Radii below 0 and
+    directions longer than 1 are no average of points: an optimizer that knows nothing of the
+    manifold made them, and `forward` warns once. A state dict holds k beside the points, and
+    loading points of another fixed k is refused.
     """
 
     weight: LorentzParameter
@@ -61,6 +66,7 @@ class LorentzEmbedding(nn.Module):
         self.padding_idx = padding_idx
         manifold = LorentzManifold(self.curvature, decay=decay)
         self.weight = LorentzParameter(torch.zeros(num_embeddings, 1 + features), manifold)
+        self._changes_seen, self._version, self._warned = 0, -1, False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -78,13 +84,76 @@ class LorentzEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Point:
         """Integer tokens (…) → points (…), (…, n)."""
+        if not torch.compiler.is_compiling():
+            self._look_for_strays()
         rows = nn.functional.embedding(tokens, self.weight, self.padding_idx)
         ((a, u),) = promote(unpack(rows))
         return Point(a.clamp(min=0.0), norm_and_direction(u)[1])
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
+    def _look_for_strays(self) -> None:
+        """Warn, once, where an optimizer has left the manifold."""
+        if self._warned or self.weight._version == self._version or not self.weight.numel():
+            return
+        self._version = self.weight._version
+        self._changes_seen += 1
+        # Reading the answer waits for a device: there, only after 1, 2, 4, 8, … changes.
+        count = self._changes_seen
+        if self.weight.device.type == "meta" or (
+            self.weight.device.type != "cpu" and count & (count - 1)
+        ):
+            return
+        a, u = unpack(self.weight.detach())
+        lowest, longest = a.min(), torch.linalg.vector_norm(u, dim=-1).max()
+        slack = 1e-3 if self.weight.dtype in (torch.float32, torch.float64) else 2e-2
+        if bool((lowest < -slack) | (longest > 1.0 + slack)):
+            self._warned = True
+            warnings.warn(
+                f"the points of this LorentzEmbedding have left the manifold (smallest radius"
+                f" {float(lowest):.3g}, longest direction {float(longest):.3g}): step them with"
+                " lorentz.RiemannianAdamW or rpt.ResidualPolarTransport, not with an optimizer of"
+                " flat space",
+                stacklevel=5,
+            )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LorentzEmbedding:
         manifold = self.weight.manifold
-        super()._load_from_state_dict(*arguments)
+        super()._apply(fn, recurse)
+        self._restore(manifold)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "k"] = self.curvature().detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        manifold, key = self.weight.manifold, prefix + "k"
+        lists = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        self._restore(manifold)
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+        # A learned k is loaded as a parameter; files of before k was saved have no such entry.
+        if key not in state_dict or self.curvature.log_k is not None:
+            return
+        # One number read on the host, at loading time.
+        saved, own = float(state_dict[key]), self.curvature.initial
+        if not math.isclose(saved, own, rel_tol=1e-6):
+            error_msgs.append(
+                f"{key}: the points were saved with k = {saved:g}, this embedding has k = {own:g};"
+                " build it with the k they were trained with"
+            )
+
+    def _restore(self, manifold: LorentzManifold) -> None:
+        """Torch may have put another tensor in place of the parameter."""
         if not hasattr(self.weight, "manifold"):
             self.weight = LorentzParameter(self.weight.data, manifold, self.weight.requires_grad)
 

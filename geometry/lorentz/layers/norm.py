@@ -21,26 +21,43 @@ __all__ = [
     "GyroLayerNorm",
     "PolarBatchNorm2d",
     "SpaceLayerNorm",
+    "read_tokens",
     "token_weights",
 ]
 
 
-def token_weights(a: Tensor, key_padding_mask: Tensor | None, layer: str) -> tuple[Tensor, Tensor]:
-    """Equal weights (batch, P) over the tokens that are not padding, and their number (batch, 1).
+def read_tokens(
+    key_padding_mask: Tensor | None, layer: str, *points: PointLike
+) -> list[tuple[Tensor, Tensor]]:
+    """Points (…, P), (…, P, n) in one dtype, padded ones as origins, whatever they held: so nothing
+    of them, NaN included, reaches a mean or a parameter's gradient.
 
     Raises:
-        ValueError: the mask is no (batch, P) padding mask. A (tokens, tokens) mask is refused:
-            token means are not causal.
+        TypeError, ValueError: the mask is no (…, P) padding mask. A (tokens, tokens) mask is
+            refused: attention masks have no meaning for a layer that attends to nothing.
     """
+    read = promote(*points)
+    if key_padding_mask is None:
+        return read
+    says = (
+        f"{layer} takes a boolean padding mask of shape {tuple(read[0][0].shape)} (True at padding)"
+    )
+    if key_padding_mask.dtype != torch.bool:
+        raise TypeError(f"{says}, got {key_padding_mask.dtype}")
+    if key_padding_mask.shape != read[0][0].shape:
+        raise ValueError(
+            f"{says}, got {tuple(key_padding_mask.shape)}; attention masks (causal ones among them)"
+            " have no meaning for it"
+        )
+    column = key_padding_mask.unsqueeze(-1)
+    return [(a.masked_fill(key_padding_mask, 0.0), u.masked_fill(column, 0.0)) for a, u in read]
+
+
+def token_weights(a: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Equal weights (…, P) over the tokens that are not padding, and their number (…, 1)."""
     if key_padding_mask is None:
         count = torch.full_like(a[..., :1], float(a.shape[-1]))
         return torch.full_like(a, 1.0 / max(a.shape[-1], 1)), count
-    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != a.shape:
-        raise ValueError(
-            f"{layer} takes a boolean padding mask of shape {tuple(a.shape)} (True at padding), "
-            f"got {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}. It uses the mean over "
-            "tokens, so attention masks (causal ones among them) have no meaning for it"
-        )
     kept = (~key_padding_mask).to(a.dtype)
     count = kept.sum(-1, keepdim=True)
     return kept / count.clamp(min=1.0), count
@@ -62,8 +79,8 @@ class GyroLayerNorm(nn.Module):
     √k arsinh√(n/k), the radius that a Euclidean layer norm gives, and β is the origin.
 
     It uses the mean over tokens: **not causal**, for encoders only. A sample with a single token
-    has no spread; its token becomes the bias point β. Padding takes no part in the means, and
-    padded tokens are normalised like others.
+    has no spread; its token becomes the bias point β. Padding takes no part in the means; padded
+    tokens are read as the origin and normalised like others.
 
     Args:
         features: n.
@@ -103,14 +120,14 @@ class GyroLayerNorm(nn.Module):
             is_causal: refused; see above.
         """
         refuse_causal(is_causal, "GyroLayerNorm")
-        ((a, u),) = promote(x)
+        ((a, u),) = read_tokens(key_padding_mask, "GyroLayerNorm", x)
         if a.dim() == 0 or u.shape[-1] != self.features:
             raise ValueError(
                 f"expected points (…, tokens) and (…, tokens, {self.features}), got "
                 f"{tuple(a.shape)} and {tuple(u.shape)}"
             )
         k = self.curvature().to(a.dtype)
-        weights, count = token_weights(a, key_padding_mask, "GyroLayerNorm")
+        weights, count = token_weights(a, key_padding_mask)
         mean = centroid((a, u), weights)
         mean = Point(mean.a.unsqueeze(-1), mean.u.unsqueeze(-2))
         # Centring is an isometry: a token's distance to the mean is its radius afterwards.
@@ -147,10 +164,10 @@ class SpaceLayerNorm(nn.LayerNorm):
         super().__init__(features, eps=eps)
 
     def forward(  # type: ignore[override]
-        self, x: PointLike, key_padding_mask: object = None
+        self, x: PointLike, key_padding_mask: Tensor | None = None
     ) -> Point:
-        """Points (…), (…, n) to points of the same shapes."""
-        ((a, u),) = promote(x)
+        """Points (…), (…, n) to points of the same shapes; padded ones are read as the origin."""
+        ((a, u),) = read_tokens(key_padding_mask, "SpaceLayerNorm", x)
         space = unit_space(a, u)
         # A layer norm does not change when its argument is scaled: no square overflows.
         largest = space.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.gyro import boost_step, gyro_add, gyro_scale
-from ..ops.point import Point, PointLike, promote
-from .norm import refuse_causal, token_weights
+from ..ops.point import Point, PointLike
+from .norm import read_tokens, refuse_causal, token_weights
 
 __all__ = [
     "BoostResidual",
@@ -51,15 +51,16 @@ class BoostResidual(nn.Module):
         Args:
             x: the residual stream.
             update: f(x).
-            key_padding_mask: (…, P) bool, True at padding: takes no part in the mean step.
+            key_padding_mask: (…, P) bool, True at padding: takes no part in the mean step, and is
+                read as the origin.
             is_causal: refused unless `center` is False.
         """
         if self.center:
             refuse_causal(is_causal, "BoostResidual(center=True)")
-        (a, u), update = promote(x, update)
+        (a, u), update = read_tokens(key_padding_mask, "BoostResidual", x, update)
         weights = None
         if self.center:
-            weights, _ = token_weights(a, key_padding_mask, "BoostResidual")
+            weights, _ = token_weights(a, key_padding_mask)
         return boost_step((a, u), update, self.alpha, weights)
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
@@ -80,8 +81,11 @@ class GyroResidual(nn.Module):
         super().__init__()
         self.alpha = nn.Parameter(torch.tensor(float(alpha)))
 
-    def forward(self, x: PointLike, update: PointLike, key_padding_mask: object = None) -> Point:
-        """Move tokens x by the block output `update` of the same shapes."""
+    def forward(
+        self, x: PointLike, update: PointLike, key_padding_mask: Tensor | None = None
+    ) -> Point:
+        """Move tokens x by the block output `update` of the same shapes; padding is the origin."""
+        x, update = read_tokens(key_padding_mask, "GyroResidual", x, update)
         return gyro_add(x, gyro_scale(self.alpha, update))
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
@@ -92,9 +96,11 @@ class GyroResidual(nn.Module):
 class SpaceResidual(nn.Module):
     """Add space coordinates (Chen et al. 2022): the residual the paper's ablation starts from."""
 
-    def forward(self, x: PointLike, update: PointLike, key_padding_mask: object = None) -> Point:
-        """Add `update` to x by their space coordinates."""
-        (a, u), (b, v) = promote(x, update)
+    def forward(
+        self, x: PointLike, update: PointLike, key_padding_mask: Tensor | None = None
+    ) -> Point:
+        """Add `update` to x by their space coordinates; padding is the origin."""
+        (a, u), (b, v) = read_tokens(key_padding_mask, "SpaceResidual", x, update)
         return from_unit_space(unit_space(a, u) + unit_space(b, v))
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
