@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...masks import additive_mask, check_attention_mask, check_padding_mask
+from ..layers.checks import check_sizes
 from ..layers.curvature import Curvature, as_curvature_module
 from ..layers.linear import PolarLinear
 from ..ops.coordinates import klein_row
@@ -36,6 +37,7 @@ class HeadGain(nn.Module):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
+        check_sizes(num_heads=num_heads)
         self.num_heads = num_heads
         self.log_gain = nn.Parameter(torch.zeros(num_heads))
         self.register_buffer("log_gain_offset", torch.zeros(num_heads))
@@ -102,7 +104,8 @@ class PolarMultiheadAttention(nn.Module):
         fused: bool | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads} does not divide embed_dim={embed_dim}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")

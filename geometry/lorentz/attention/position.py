@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..layers.checks import check_number, check_sizes
 from ..ops.gyro import axis_boost
 from ..ops.horosphere import horospherical_shift, to_half_space
 from ..ops.point import PointLike, promote
@@ -32,6 +33,8 @@ class _PositionEncoding(nn.Module):
                 "num_positions must be a positive number or a pair (rows, columns), got "
                 f"{num_positions!r}"
             )
+        check_sizes(num_heads=num_heads)
+        initial_rate = check_number("initial_rate", initial_rate)
         self.num_heads, self.sizes = num_heads, sizes
         self.rate = nn.Parameter(torch.full((len(sizes), num_heads), float(initial_rate)))
         # Integers: a cast of the module leaves them exact.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..ops.distance import mlr_logits
 from ..ops.maps import log_map_origin
 from ..ops.point import PointLike, promote
+from .checks import check_sizes
 from .curvature import Curvature, as_curvature_module
 
 __all__ = [
@@ -33,8 +34,7 @@ class LorentzMLR(nn.Module):
 
     def __init__(self, features: int, num_classes: int, *, k: float | Curvature = 1.0) -> None:
         super().__init__()
-        if features < 1 or num_classes < 1:
-            raise ValueError(f"need positive sizes, got {features} features, {num_classes} classes")
+        check_sizes(features=features, num_classes=num_classes)
         self.features, self.num_classes = features, num_classes
         self.curvature = as_curvature_module(k)
         self.weight = nn.Parameter(torch.empty(num_classes, features))

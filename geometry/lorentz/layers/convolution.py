@@ -21,6 +21,7 @@ from ..ops.space import (
     homogeneous_activation,
     max_pool2d,
 )
+from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .radius import anchored_log_radius
 
@@ -78,6 +79,14 @@ class PolarConv2d(nn.Module):
         super().__init__()
         if radius not in ("anchored", "lorentz"):
             raise ValueError(f"radius must be 'anchored' or 'lorentz', got {radius!r}")
+        check_sizes(in_channels=in_channels, out_channels=out_channels)
+        for name, value in (
+            ("kernel_size", kernel_size),
+            ("stride", stride),
+            ("dilation", dilation),
+        ):
+            for side in value if isinstance(value, tuple) else (value,):
+                check_sizes(**{name: side})
         self.in_channels, self.out_channels = in_channels, out_channels
         self.curvature = as_curvature_module(k)
         self.radius_rule = radius
@@ -195,7 +204,7 @@ class PolarDropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(p)
+        self.dropout = nn.Dropout(check_number("p", p, low=0.0, high=1.0))
 
     def forward(self, x: PointLike) -> Point:
         """Points to points of the same shapes; the identity in evaluation."""
@@ -209,6 +218,7 @@ class PolarMaxPool2d(nn.Module):
 
     def __init__(self, kernel_size: int = 2) -> None:
         super().__init__()
+        check_sizes(kernel_size=kernel_size)
         self.kernel_size = kernel_size
 
     def forward(self, x: PointLike) -> Point:
@@ -221,6 +231,7 @@ class CentroidPool2d(nn.Module):
 
     def __init__(self, kernel_size: int = 2) -> None:
         super().__init__()
+        check_sizes(kernel_size=kernel_size)
         self.kernel_size = kernel_size
 
     def forward(self, x: PointLike) -> Point:

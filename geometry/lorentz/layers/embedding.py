@@ -15,6 +15,7 @@ from ..ops.maps import exp_map_origin
 from ..ops.point import Point, PointLike, promote
 from ..ops.scalar import norm_and_direction
 from ..optim.manifold import LorentzManifold, LorentzParameter, pack, unpack
+from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .linear import PolarLinear
 
@@ -57,7 +58,9 @@ class LorentzEmbedding(nn.Module):
         decay: str = "centroid",
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.features, self.std = num_embeddings, features, std
+        check_sizes(num_embeddings=num_embeddings, features=features)
+        self.num_embeddings, self.features = num_embeddings, features
+        self.std = check_number("std", std, low=0.0)
         self.curvature = as_curvature_module(k)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -190,6 +193,7 @@ class PatchEmbedding(nn.Module):
         radius_std: float = 0.0,
     ) -> None:
         super().__init__()
+        check_sizes(in_channels=in_channels, patch_size=patch_size)
         self.in_channels, self.patch_size = in_channels, patch_size
         self.curvature = as_curvature_module(k)
         self.projection = self.layer(
@@ -269,6 +273,8 @@ class PositionTable(nn.Module):
         count = (
             num_positions if isinstance(num_positions, int) else num_positions[0] * num_positions[1]
         )
+        check_sizes(num_positions=count, features=features)
+        check_number("std", std, low=0.0)
         if learned:
             self.table = nn.Parameter(std * torch.randn(count, features))
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..ops.coordinates import klein_row
 from ..ops.point import Point, PointLike, promote, radius_limit, without_autocast
 from ..ops.scalar import asinh_exp, log_cosh, log_of_norm, norm_and_direction
+from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .radius import RadiusRule, anchored_log_radius, make_radius_rule
 
@@ -88,10 +89,8 @@ class PolarLinear(nn.Module):
         init: str = "xavier",
     ) -> None:
         super().__init__()
-        if in_features < 1 or out_features < 1:
-            raise ValueError(f"need positive dimensions, got {in_features} → {out_features}")
-        if not radius_std >= 0:
-            raise ValueError(f"radius_std must be a number ≥ 0, got {radius_std!r}")
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_number("radius_std", radius_std, low=0.0)
         if init not in ("xavier", "orthogonal"):
             raise ValueError(f"init must be 'xavier' or 'orthogonal', got {init!r}")
         self.in_features, self.out_features = in_features, out_features

@@ -15,6 +15,7 @@ from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.gyro import gyro_add, gyro_negate, gyro_scale
 from ..ops.maps import exp_map_origin
 from ..ops.point import Point, PointLike, promote
+from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 
 __all__ = [
@@ -97,7 +98,8 @@ class GyroLayerNorm(nn.Module):
 
     def __init__(self, features: int, *, k: float | Curvature = 1.0, eps: float = 1e-5) -> None:
         super().__init__()
-        self.features, self.eps = features, eps
+        check_sizes(features=features)
+        self.features, self.eps = features, check_number("eps", eps, low=0.0)
         self.curvature = as_curvature_module(k)
         start = self.curvature.initial
         gain = math.sqrt(start) * math.asinh(math.sqrt(features / start))
@@ -161,7 +163,8 @@ class SpaceLayerNorm(nn.LayerNorm):
     undecayed_parameters = ("weight", "bias")
 
     def __init__(self, features: int, *, k: object = None, eps: float = 1e-5) -> None:
-        super().__init__(features, eps=eps)
+        check_sizes(features=features)
+        super().__init__(features, eps=check_number("eps", eps, low=0.0))
 
     def forward(  # type: ignore[override]
         self, x: PointLike, key_padding_mask: Tensor | None = None
@@ -215,7 +218,10 @@ class PolarBatchNorm2d(nn.Module):
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.channels, self.momentum, self.eps = channels, momentum, eps
+        check_sizes(channels=channels)
+        self.channels = channels
+        self.momentum = check_number("momentum", momentum, low=0.0, high=1.0)
+        self.eps = check_number("eps", eps, low=0.0)
         self.curvature = as_curvature_module(k)
         self.log_gain = nn.Parameter(torch.zeros(()))
         self.bias = nn.Parameter(torch.zeros(channels))

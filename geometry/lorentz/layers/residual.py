@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.gyro import boost_step, gyro_add, gyro_scale
 from ..ops.point import Point, PointLike
+from .checks import check_number
 from .norm import read_tokens, refuse_causal, token_weights
 
 __all__ = [
@@ -35,7 +36,7 @@ class BoostResidual(nn.Module):
 
     def __init__(self, alpha: float = 0.1, *, center: bool = True) -> None:
         super().__init__()
-        self.alpha = nn.Parameter(torch.tensor(float(alpha)))
+        self.alpha = nn.Parameter(torch.tensor(check_number("alpha", alpha)))
         self.center = center
 
     def forward(
@@ -79,7 +80,7 @@ class GyroResidual(nn.Module):
 
     def __init__(self, alpha: float = 0.1) -> None:
         super().__init__()
-        self.alpha = nn.Parameter(torch.tensor(float(alpha)))
+        self.alpha = nn.Parameter(torch.tensor(check_number("alpha", alpha)))
 
     def forward(
         self, x: PointLike, update: PointLike, key_padding_mask: Tensor | None = None

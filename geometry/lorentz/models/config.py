@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from ..layers.checks import check_number, check_sizes
 from ..layers.radius import RADIUS_RULES
 
 __all__ = [
@@ -91,13 +93,18 @@ class ViTConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
-        if self.num_classes < 1 or self.depth < 1 or self.in_channels < 1:
-            raise ValueError("num_classes, depth and in_channels must be positive")
-        if self.patch_size < 1 or self.image_size < 1 or self.image_size % self.patch_size:
+        sizes = ("num_classes", "depth", "in_channels", "patch_size", "image_size", "width")
+        check_sizes(**{name: getattr(self, name) for name in (*sizes, "num_heads", "mlp_width")})
+        for name in ("alpha", "initial_rate"):
+            check_number(name, getattr(self, name))
+        check_number("radius_std", self.radius_std, low=0.0)
+        if not (self.k > 0 and math.isfinite(self.k)):
+            raise ValueError(f"k must be positive and finite, got {self.k!r}")
+        if self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size={self.patch_size} does not tile image_size={self.image_size}"
             )
-        if self.num_heads < 1 or self.width % self.num_heads:
+        if self.width % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide width={self.width}")
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.checks import check_sizes
 from ..layers.convolution import PolarConv2d, PolarReLU
 from ..layers.curvature import Curvature
 from ..layers.norm import PolarBatchNorm2d
@@ -110,6 +111,7 @@ class PolarUNet(nn.Module):
         learnable_curvature: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(in_channels=in_channels, num_classes=num_classes)
         if not channels or min(channels) < 1:
             raise ValueError(f"channels must be positive widths, one per level, got {channels!r}")
         self.in_channels, self.num_classes, self.channels = in_channels, num_classes, list(channels)

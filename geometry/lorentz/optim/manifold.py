@@ -7,6 +7,7 @@ the same shape: ξ_r, then ξ_⊥. The object's methods are those of `riemannian
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ class LorentzManifold:
     def __init__(self, k: float | nn.Module = 1.0, *, decay: str = "centroid") -> None:
         if decay not in ("centroid", "geodesic"):
             raise ValueError(f"decay must be 'centroid' or 'geodesic', got {decay!r}")
-        if not isinstance(k, nn.Module) and not k > 0:
-            raise ValueError(f"k (the curvature is −1/k) must be positive, got {k!r}")
+        if not isinstance(k, nn.Module) and not 0 < k < math.inf:
+            raise ValueError(f"k (the curvature is −1/k) must be positive and finite, got {k!r}")
         self.k = k
         self.decay_rule = decay
 
