@@ -9,6 +9,7 @@ from .attention.cache import PolarCache
 from .attention.multihead import HeadGain, PolarMultiheadAttention
 from .attention.position import BoostEncoding, HorosphericalEncoding
 from .attention.scores import ScoreCoordinates, dense_attention, polar_score_coordinates
+from .hyperboloid import Lorentz
 from .layers.classifier import LorentzMLR
 from .layers.convolution import (
     CentroidPool2d,
@@ -31,6 +32,7 @@ from .models.vit import PolarViT
 from .ops.centroid import centroid, centroids
 from .ops.coordinates import (
     from_ambient,
+    from_poincare,
     from_space,
     gradient_from_ambient,
     gradient_from_polar,
@@ -39,6 +41,7 @@ from .ops.coordinates import (
     tangent_norm,
     tangent_to_ambient,
     to_ambient,
+    to_poincare,
     to_space,
 )
 from .ops.distance import (
@@ -87,6 +90,7 @@ __all__ = [
     "HalfSpace",
     "HeadGain",
     "HorosphericalEncoding",
+    "Lorentz",
     "LorentzEmbedding",
     "LorentzMLR",
     "LorentzManifold",
@@ -131,6 +135,7 @@ __all__ = [
     "exp_map_origin",
     "from_ambient",
     "from_half_space",
+    "from_poincare",
     "from_space",
     "fused_attention",
     "gradient_from_ambient",
@@ -166,6 +171,7 @@ __all__ = [
     "tangent_to_ambient",
     "to_ambient",
     "to_half_space",
+    "to_poincare",
     "to_space",
     "unpack",
     "upsample2x",

@@ -29,6 +29,8 @@ FUNCTIONS = {
     "centroid": L.centroid,
     "centroids": lambda x: L.centroids(x, torch.ones_like(x[0]).unsqueeze(-2)),
     "to_ambient": L.to_ambient,
+    "to_poincare": L.to_poincare,
+    "from_poincare": lambda x: L.from_poincare(L.to_poincare(x)),
     "from_ambient": lambda x: L.from_ambient(L.to_ambient(x)),
     "to_space": L.to_space,
     "from_space": lambda x: L.from_space(L.to_space(x)),

@@ -22,6 +22,7 @@ from .scalar import asinh_of_norm, norm_and_direction
 
 __all__ = [
     "from_ambient",
+    "from_poincare",
     "from_space",
     "gradient_from_ambient",
     "gradient_from_polar",
@@ -31,6 +32,7 @@ __all__ = [
     "tangent_norm",
     "tangent_to_ambient",
     "to_ambient",
+    "to_poincare",
     "to_space",
 ]
 
@@ -98,6 +100,33 @@ def from_ambient(ambient: Tensor, *, k: float | Tensor = 1.0) -> Point:
     if ambient.dim() == 0 or ambient.shape[-1] < 2:
         raise ValueError(f"ambient coordinates have shape (…, 1 + n), got {tuple(ambient.shape)}")
     return from_space(ambient[..., 1:], k=k)
+
+
+def to_poincare(x: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
+    """Coordinates √k tanh(a/2) u in the Poincaré ball of radius √k, of shape (…, n).
+
+    They stay inside the ball, whose numbers tell radii apart up to a ≈ 16 in float32, 36 in float64.
+    """
+    ((a, u),) = promote(x)
+    inside = 1.0 - 4.0 * torch.finfo(a.dtype).eps
+    length = torch.tanh(0.5 * a).clamp(max=inside) + 0.5 * is_origin(a, u)
+    return column(square_root(check_curvature(k, a))) * length.unsqueeze(-1) * u
+
+
+def from_poincare(p: Tensor, *, k: float | Tensor = 1.0) -> Point:
+    """The points with coordinates (…, n) in the Poincaré ball of radius √k: a = 2 artanh(‖p‖/√k).
+
+    Coordinates on the boundary or beyond it are taken as just inside.
+    """
+    if not p.is_floating_point():
+        raise TypeError(f"coordinates must be floating point, got {p.dtype}")
+    p = p.to(torch.promote_types(p.dtype, torch.float32))
+    # At the origin the space coordinates are twice those of the ball.
+    length, direction = norm_and_direction(
+        p / column(square_root(check_curvature(k, p))), at_zero=0.5
+    )
+    inside = 1.0 - 4.0 * torch.finfo(p.dtype).eps
+    return Point(2.0 * torch.atanh(length.clamp(max=inside)), direction)
 
 
 def _without_component(x: Tensor, u: Tensor) -> Tensor:
