@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -180,6 +182,10 @@ class Lorentz(nn.Module):
         return self.expmap0(std * torch.randn(*size, dtype=dtype, device=device))
 
     random = random_normal
+
+    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
+        """No matrix, no site."""
+        return []
 
     def extra_repr(self) -> str:
         """k."""
