@@ -346,6 +346,9 @@ def _sees(damaged: Tensor | None, bias: Tensor | None, is_causal: bool, like: Te
     seen = damaged[:, None, None, :]
     if bias is not None:
         seen = seen & (bias > -torch.inf)
-    if is_causal:
+    if is_causal and seen.shape[-2] > 1:
         seen = seen & torch.ones(n, m, dtype=torch.bool, device=like.device).tril(m - n)
+    elif is_causal:
+        # The newest n of the m keys are the queries'. A sum along the keys forms nothing (N, M).
+        return (seen.cumsum(-1) > 0)[:, :, 0, m - n :].any(1)
     return seen.any(-1).any(1).expand(-1, n)
