@@ -26,6 +26,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from baselines import AmbientUNet
 from quick import announce, writable
 from rpt.geometry import lorentz
 from run_log import RunLog
@@ -38,7 +39,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 MODELS: dict[str, type[nn.Module]] = {
-    "ambient Lorentz U-Net": lorentz.AmbientUNet,
+    "ambient Lorentz U-Net": AmbientUNet,
     "polar U-Net": lorentz.PolarUNet,
 }
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from baselines import AmbientViT, EuclideanViT
 from quick import announce, writable
 from rpt.geometry import lorentz
 from run_log import RunLog
@@ -39,8 +40,8 @@ import matplotlib.pyplot as plt
 
 DIGIT_SIZES = {"width": 48, "depth": 3, "num_heads": 4, "mlp_width": 96}
 MODELS: dict[str, type[Any]] = {
-    "euclidean": lorentz.EuclideanViT,
-    "ambient": lorentz.AmbientViT,
+    "euclidean": EuclideanViT,
+    "ambient": AmbientViT,
     "polar": lorentz.PolarViT,
 }
 START = "split-head Lorentz ViT, class token"
@@ -88,7 +89,7 @@ def make_optimizer(name: str, model: nn.Module, rate: float, compiled: bool) -> 
 @torch.no_grad()
 def mean_radius(model: Any, images: Tensor) -> float:
     """Mean distance of the tokens from the origin after the last block; nan in flat space."""
-    if isinstance(model, lorentz.EuclideanViT):
+    if isinstance(model, EuclideanViT):
         return math.nan
     tokens = model.tokens(images)
     if isinstance(tokens, Tensor):

@@ -28,9 +28,9 @@ from typing import Any
 
 import matplotlib
 import torch
+from baselines import AmbientViT, TextbookViT, ambient
 from quick import announce, writable
 from rpt.geometry import lorentz
-from rpt.geometry.lorentz import ambient
 from run_log import RunLog
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -51,8 +51,8 @@ SIZES = {
 SPREAD = 2.0
 MODELS: dict[str, type[Any]] = {
     "polar": lorentz.PolarViT,
-    "ambient": lorentz.AmbientViT,
-    "textbook": lorentz.TextbookViT,
+    "ambient": AmbientViT,
+    "textbook": TextbookViT,
 }
 
 

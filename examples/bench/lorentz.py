@@ -22,8 +22,10 @@ from pathlib import Path
 
 import rpt.geometry.lorentz as lorentz
 import torch
-from rpt.geometry.lorentz import ambient
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from baselines import ambient
 
 SINGLE, DOUBLE = torch.float32, torch.float64
 Cluster = tuple[lorentz.Point, lorentz.Point]
@@ -380,7 +382,7 @@ SHAPES = [(8, 12, 65, 16), (4, 4, 512, 32)]
 def attention_functions(
     shape: tuple[int, int, int, int],
 ) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
-    """Functions and inputs: polar fused and dense, ambient, Euclidean, on the same vectors."""
+    """Functions and inputs: polar blocked and dense, ambient, Euclidean, on the same vectors."""
     batch, heads, tokens, n = shape
     generator = torch.Generator().manual_seed(0)
     vectors = [0.6 * torch.randn(batch, heads, tokens, n, generator=generator) for _ in range(3)]
@@ -406,7 +408,7 @@ def attention_functions(
     coordinates = [lorentz.to_ambient(point).detach().requires_grad_() for point in points]
     plain = [v.requires_grad_() for v in vectors]
     return {
-        "polar fused": (polar(lorentz.fused_attention), flat),
+        "polar blocked": (polar(lorentz.blocked_attention), flat),
         "polar dense": (polar(lorentz.dense_attention), flat),
         "ambient": (ambient_run, coordinates),
         "euclidean": (euclidean, plain),
@@ -476,15 +478,15 @@ def attention(out: Path, repeats: int, compile_too: bool) -> dict:
         for compiled in (False, True) if compile_too else (False,):
             times = attention_times(shape, compiled, repeats)
             label = f"{shape} {'compiled' if compiled else 'eager'}"
-            ratio = times["polar fused"] / times["ambient"]
-            against = times["polar fused"] / times["euclidean"]
+            ratio = times["polar blocked"] / times["ambient"]
+            against = times["polar blocked"] / times["euclidean"]
             results[label] = times
             shown = ", ".join(f"{name} {value:.1f} ms" for name, value in times.items())
             print(f"\nAttention forward + backward {label}: {shown}")
             print(f"  polar : ambient = {ratio:.2f}, polar : euclidean = {against:.2f}")
         peaks = {
             name: peak_memory(name, shape)
-            for name in ("polar fused", "polar dense", "ambient", "euclidean")
+            for name in ("polar blocked", "polar dense", "ambient", "euclidean")
         }
         results[f"{shape} peak MB"] = peaks
         print("  peak memory: " + ", ".join(f"{name} {mb:.0f} MB" for name, mb in peaks.items()))

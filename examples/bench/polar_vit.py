@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from rpt.geometry import lorentz
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from baselines import AmbientViT, EuclideanViT
 
 START = lorentz.ABLATION["split-head Lorentz ViT, class token"][1]
 
@@ -27,9 +32,9 @@ def contestants(size: str, device: str) -> dict[str, Any]:
     """The models, built alike."""
     torch.manual_seed(0)
     models: dict[str, Any] = {
-        "euclidean": lorentz.EuclideanViT.sized(size, 100, 32, patch_size=4),
-        "ambient, plain": lorentz.AmbientViT.sized(size, 100, 32, patch_size=4, **START),
-        "ambient twin": lorentz.AmbientViT.sized(size, 100, 32, patch_size=4, residual="gyro"),
+        "euclidean": EuclideanViT.sized(size, 100, 32, patch_size=4),
+        "ambient, plain": AmbientViT.sized(size, 100, 32, patch_size=4, **START),
+        "ambient twin": AmbientViT.sized(size, 100, 32, patch_size=4, residual="gyro"),
         "polar": lorentz.PolarViT.sized(size, 100, 32, patch_size=4),
     }
     return {name: model.to(device) for name, model in models.items()}

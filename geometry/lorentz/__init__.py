@@ -1,33 +1,59 @@
 """Lorentz geometry in polar coordinates: points far from the origin, in float32, unclipped.
 
-Points are pairs (a, u) (`Point`); the ambient baseline is in `rpt.geometry.lorentz.ambient`.
+Points are pairs (a, u) (`Point`). `ops` holds pure functions, on which `layers`, `attention` and
+`models` stand; `optim` holds what an optimizer needs of a manifold.
 """
 
-from .activation import PolarDropout, PolarReLU, SpaceActivation, homogeneous_activation
-from .ambient_unet import AmbientUNet
-from .ambient_vit import AmbientViT, TextbookViT
-from .attention import PolarCache, PolarMultiheadAttention
-from .batch_norm import PolarBatchNorm2d
-from .boost import axis_boost, boost, boost_step
-from .calibrate import calibrate_
-from .centroid import centroid, centroids
-from .conv import PolarConv2d
-from .convert import from_ambient, from_space, to_ambient, to_space
-from .curvature import Curvature
-from .dense_attention import dense_attention
-from .distance import (
+from .attention.blocked import blocked_attention, fused_attention
+from .attention.cache import PolarCache
+from .attention.multihead import HeadGain, PolarMultiheadAttention
+from .attention.position import BoostEncoding, HorosphericalEncoding
+from .attention.scores import ScoreCoordinates, dense_attention, polar_score_coordinates
+from .hyperboloid import Lorentz
+from .layers.classifier import LorentzMLR
+from .layers.convolution import (
+    CentroidPool2d,
+    PolarConv2d,
+    PolarDropout,
+    PolarMaxPool2d,
+    PolarReLU,
+    SpaceActivation,
+)
+from .layers.curvature import Curvature
+from .layers.embedding import LorentzEmbedding, PatchEmbedding, PositionTable, sine_cosine_table
+from .layers.linear import PolarLinear, PolarMLP
+from .layers.norm import GyroLayerNorm, PolarBatchNorm2d, SpaceLayerNorm
+from .layers.radius import RADIUS_RULES
+from .layers.residual import BoostResidual, GyroResidual, SpaceResidual
+from .models.calibrate import calibrate_
+from .models.config import ABLATION, RADIUS_ABLATION, SIZES, ViTConfig
+from .models.unet import PolarUNet, dice_score, segmentation_loss
+from .models.vit import PolarViT
+from .ops.centroid import centroid, centroids
+from .ops.coordinates import (
+    from_ambient,
+    from_poincare,
+    from_space,
+    gradient_from_ambient,
+    gradient_from_polar,
+    inner,
+    tangent_from_ambient,
+    tangent_norm,
+    tangent_to_ambient,
+    to_ambient,
+    to_poincare,
+    to_space,
+)
+from .ops.distance import (
     distance,
     distance_to_origin,
+    mlr_logits,
     pairwise_distance,
     pairwise_squared_distance,
     squared_distance,
 )
-from .embedding import LorentzEmbedding, PatchEmbedding, PositionTable, sine_cosine_table
-from .euclidean_vit import EuclideanViT
-from .fused_attention import fused_attention
-from .gyro import gyro_add, gyro_negate, gyro_scale
-from .heads import HeadGain, join_heads, split_heads
-from .horosphere import (
+from .ops.gyro import axis_boost, boost, boost_step, gyro_add, gyro_negate, gyro_scale
+from .ops.horosphere import (
     HalfSpace,
     from_half_space,
     half_space_squared_distance,
@@ -36,55 +62,36 @@ from .horosphere import (
     pairwise_half_space_squared_distance,
     to_half_space,
 )
-from .linear import PolarLinear, PolarMLP
-from .manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
-from .maps import exp_map, exp_map_origin, log_map, log_map_origin, parallel_transport
-from .mlr import LorentzMLR, mlr_logits
-from .norm import GyroLayerNorm, SpaceLayerNorm
-from .optim import RiemannianAdamW, parameter_groups
-from .point import Point, PointLike, Tangent, TangentLike, origin_like, radius_limit
-from .pooling import (
-    CentroidPool2d,
-    PolarMaxPool2d,
+from .ops.maps import exp_map, exp_map_origin, log_map, log_map_origin, parallel_transport
+from .ops.point import Point, PointLike, Tangent, TangentLike, origin_like, radius_limit
+from .ops.space import (
     centroid_pool2d,
     concatenate,
+    homogeneous_activation,
+    join_heads,
     max_pool2d,
+    split_heads,
     upsample2x,
 )
-from .position import BoostEncoding, HorosphericalEncoding
-from .radius import RADIUS_RULES
-from .residual import BoostResidual, GyroResidual, SpaceResidual
-from .score import ScoreCoordinates, polar_score_coordinates
-from .tangent import (
-    gradient_from_ambient,
-    gradient_from_polar,
-    inner,
-    tangent_from_ambient,
-    tangent_norm,
-    tangent_to_ambient,
-)
-from .unet import PolarUNet, dice_score, segmentation_loss
-from .vit import PolarViT
-from .vit_config import ABLATION, RADIUS_ABLATION, SIZES, ViTConfig
+from .optim.adamw import RiemannianAdamW, parameter_groups
+from .optim.manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
 
 __all__ = [
     "ABLATION",
     "RADIUS_ABLATION",
     "RADIUS_RULES",
     "SIZES",
-    "AmbientUNet",
-    "AmbientViT",
     "BoostEncoding",
     "BoostResidual",
     "CentroidPool2d",
     "Curvature",
-    "EuclideanViT",
     "GyroLayerNorm",
     "GyroResidual",
     "HalfSpace",
     "HeadGain",
     "HorosphericalEncoding",
     "KeepsManifold",
+    "Lorentz",
     "LorentzEmbedding",
     "LorentzMLR",
     "LorentzManifold",
@@ -111,9 +118,9 @@ __all__ = [
     "SpaceResidual",
     "Tangent",
     "TangentLike",
-    "TextbookViT",
     "ViTConfig",
     "axis_boost",
+    "blocked_attention",
     "boost",
     "boost_step",
     "calibrate_",
@@ -129,6 +136,7 @@ __all__ = [
     "exp_map_origin",
     "from_ambient",
     "from_half_space",
+    "from_poincare",
     "from_space",
     "fused_attention",
     "gradient_from_ambient",
@@ -164,6 +172,7 @@ __all__ = [
     "tangent_to_ambient",
     "to_ambient",
     "to_half_space",
+    "to_poincare",
     "to_space",
     "unpack",
     "upsample2x",

@@ -1,8 +1,14 @@
 """An independent oracle: the textbook ambient formulas in mpmath at 60 digits."""
 
+import sys
+from pathlib import Path
+
 import mpmath
 import pytest
 import torch
+
+# The models compared with, `baselines`, are among the examples.
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 
 DIGITS = 60
 

@@ -1,0 +1,1 @@
+"""Attention by squared distances and polar centroids."""

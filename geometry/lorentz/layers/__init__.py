@@ -1,0 +1,1 @@
+"""Layers that map points to points."""

@@ -1,0 +1,1 @@
+"""Whole models: Polar-ViT and the polar U-Net."""

@@ -1,0 +1,1 @@
+"""Pure functions on points in polar form."""

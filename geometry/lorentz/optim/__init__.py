@@ -1,0 +1,1 @@
+"""Points as parameters, and the optimizer for them."""
