@@ -43,8 +43,8 @@ def main() -> None:
         for number, (label, configs) in enumerate(suite.stages(), 1):
             if options.stages and str(number) not in options.stages:
                 continue
-            # Twice: what a grid found may ask for one rate beyond its end.
-            for _ in range(2):
+            # What a grid found may ask for one rate beyond its end, and that for AdamW's part of it.
+            for _ in range(3):
                 chosen = [
                     config
                     for config in configs(store)

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from .peers import PEERS
 from .store import Config, Store
-from .suites import ABLATIONS, CORE, TUNING_SEED, Suite, time_share, tuned_rate, tuning_rates
+from .suites import (
+    ABLATIONS,
+    CORE,
+    TUNING_SEED,
+    Suite,
+    time_share,
+    tuned_rate,
+    tuned_rest,
+    tuning_rates,
+)
 
 __all__ = ["Results", "bootstrap", "mean_ranks", "profile"]
 
@@ -49,13 +58,16 @@ class Results:
         self, task: str, optimizer: str, rate: float | None = None, seeds: Sequence[int] = ()
     ) -> list[Record]:
         """Reported runs by seed, at the tuned rate unless another is given."""
-        rate = self.rate(task, optimizer) if rate is None else rate
+        rest = 1.0
+        if rate is None:
+            rate = self.rate(task, optimizer)
+            rest = tuned_rest(self.store, task, optimizer, self.suite.name)
         wanted = seeds or self.suite.seeds
         found = [
             r
             for r in self._records.get((task, optimizer), [])
             if rate is not None and math.isclose(r["rate"], rate) and r["seed"] in wanted
-            if r.get("share", 1.0) == 1.0
+            if r.get("share", 1.0) == 1.0 and r.get("rest", 1.0) == rest
         ]
         return sorted(found, key=lambda r: r["seed"])
 
