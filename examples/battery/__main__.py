@@ -1,12 +1,12 @@
 """Run the battery, or report what it found.
 
-    python -m examples.battery --suite quick|dev|large|full [--jobs N] [--out runs/battery]
+    python -m examples.battery --suite quick|dev|large|other|full [--jobs N] [--out runs/battery]
     python -m examples.battery report [--suite dev] [--out runs/battery]
 
 Interrupted runs continue where they stopped: results are JSON lines in the output folder, keyed by
 task, optimizer, rate, seed and the version of the code that made them. On a CPU, quick takes a few
-minutes, dev and large about two hours each, full a day; --tasks, --optimizers, --stages and
---seeds take a part.
+minutes, other half an hour, dev and large about two hours each, full a day; --tasks, --optimizers,
+--stages and --seeds take a part.
 """
 
 from __future__ import annotations

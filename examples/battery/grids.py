@@ -12,6 +12,7 @@ MULTIPLES: dict[str, tuple[float, ...]] = {
     "quick": (1, 3),
     "dev": (0.3, 1, 3, 10),
     "large": (1, 3, 10),
+    "other": (0.3, 1, 3, 10),
     "full": (0.1, 0.3, 1, 3, 10, 30),
 }
 

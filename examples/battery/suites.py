@@ -44,6 +44,7 @@ class Suite:
         ablation_seeds: the ablations' and other peers' reported seeds.
         constant: what runs on the tasks without a schedule, beside the core.
         candidates: variants run on every task, at the default rate and at RPT's tuned one.
+        untuned: what also runs on every task at its documented default rate.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Suite:
     ablation_seeds: tuple[int, ...]
     constant: tuple[str, ...] = CONSTANT
     candidates: tuple[str, ...] = ("rpt_gain_open",)
+    untuned: tuple[str, ...] = ("adamw", "rpt")
 
     def stages(self) -> list[Stage]:
         """In order of the evidence's worth."""
@@ -143,7 +145,7 @@ class Suite:
         return [
             Config(task, name, PEERS[name].rate, seed)
             for task in self.tasks
-            for name in ("adamw", "rpt")
+            for name in self.untuned
             for seed in self.seeds
         ]
 
@@ -222,7 +224,10 @@ def _finals(
     return [(record["final"], rate) for rate, record in runs if record is not None]
 
 
-DEV = tuple(name for name in TASKS if name not in LARGE)
+# What `other` and the ladder ask is asked by them alone.
+BATTERY = tuple(name for name, task in TASKS.items() if task.group not in ("other", "ladder"))
+DEV = tuple(name for name in BATTERY if name not in LARGE)
+OTHER_FIELDS = tuple(name for name, task in TASKS.items() if task.group == "other")
 SUITES = {
     "quick": Suite("quick", QUICK, QUICK[:2], (), ("rpt_sites", "rpt_alpha_0"), (0,), (0,)),
     "dev": Suite(
@@ -230,7 +235,8 @@ SUITES = {
         tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1), (0, 1),
     ),
     "large": Suite("large", LARGE, (), (), (), (0,), (), (), ()),
+    "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1), (), (), (), CORE),
     "full": Suite(
-        "full", tuple(TASKS), (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
+        "full", BATTERY, (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
     ),
 }  # fmt: skip
