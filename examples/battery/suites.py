@@ -197,8 +197,8 @@ def tuning_points(store: Store, task: str, optimizer: str, suite: str) -> list[t
 
 def tuned_rest(store: Store, task: str, optimizer: str, suite: str) -> float:
     """The best multiple of the rest's rate at the tuned rate, on the tuning seed; 1 where not tuned."""
-    rate = tuned_rate(store, task, optimizer, suite)
-    if rate is None or not PEERS[optimizer].rest:
+    rate = tuned_rate(store, task, optimizer, suite) if PEERS[optimizer].rest else None
+    if rate is None:
         return 1.0
     tried = {
         m: store.get(Config(task, optimizer, rate, TUNING_SEED, rest=m)) for m in (1.0, *RESTS)
