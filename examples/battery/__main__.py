@@ -6,7 +6,8 @@
 Interrupted runs continue where they stopped: results are JSON lines in the output folder, keyed by
 task, optimizer, rate, seed and the version of the code that made them. On a CPU, quick takes a few
 minutes, other half an hour, dev and large about two hours each, full a day; --tasks, --optimizers,
---stages and --seeds take a part.
+--stages and --seeds take a part. `examples.battery.ladder` asks what lasts as models grow,
+`examples.battery.budget` what a few runs of tuning find.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m examples.battery.budget report
 
 A user tries the documented default first, then rates drawn at random within a decade on either side;
-which, a seed has fixed, the same multiples for every optimizer. Every fifth of the two decades is run,
+which, a seed has fixed, the same multiples for every optimizer. Five rates of the two decades are run,
 on the battery's tuning seed and in its records; losses between them are read off on logarithmic axes.
 Also draws the final losses of the language models over the two decades (`sensitivity.png`).
 """
