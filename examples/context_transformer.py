@@ -1,6 +1,6 @@
 """A transformer of self-context blocks, observed at the boundaries its blocks declare.
 
-    python examples/context_transformer.py [--steps 150]
+    python examples/context_transformer.py [--steps 150] [--quick]
 
 Three runs from the same initialisation on the same batches of the standard library's source text:
 AdamW; RPT with nothing attached; RPT attached, where `attach_model` collects from every block the
@@ -11,6 +11,7 @@ import argparse
 import time
 
 import torch
+from quick import announce
 from rpt.geometry.self_context import ContextTransformerBlock
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ class TinyTransformer(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY_SIZE, WIDTH)
         self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
         self.blocks = nn.ModuleList(
-            ContextTransformerBlock(WIDTH, heads=4, causal=True) for _ in range(2)
+            ContextTransformerBlock(WIDTH, num_heads=4, is_causal=True) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY_SIZE)
 
@@ -73,10 +74,16 @@ def run(name: str, steps: int) -> None:
         print(f"\nWhat the optimizer saw in its last step:\n{optimizer.telemetry()}")
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--quick", action="store_true", help="two steps; figures mean nothing")
     options = parser.parse_args()
+    announce(options.quick)
     torch.set_num_threads(1)
     for arm in ("AdamW", "RPT, unattached", "RPT, attached"):
-        run(arm, options.steps)
+        run(arm, 2 if options.quick else options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,16 @@
 """A metric of your own: write a root backend, have it checked, train with it.
 
-    python examples/custom_roots.py
+    python examples/custom_roots.py [--quick]
 
 `DiagonalRoots` keeps one number per row and one per column, the diagonals of the two covariances of
 the full metric: its state is rows + cols numbers where the full one's is rows² + cols².
 """
 
+import argparse
 import time
 
 import torch
+from quick import announce
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -63,7 +65,7 @@ class DiagonalRoots(RootBackend):
         return state["row_root"] * gradient * state["col_root"].mT
 
 
-def train(roots: str | RootBackend, epochs: int = 8) -> None:
+def train(roots: str | RootBackend, epochs: int) -> None:
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images).float() / 16, torch.tensor(labels)
@@ -90,9 +92,17 @@ def train(roots: str | RootBackend, epochs: int = 8) -> None:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one epoch; figures mean nothing")
+    options = parser.parse_args()
+    announce(options.quick)
     torch.set_num_threads(1)
     check_backend(DiagonalRoots())  # raises, and says in words what is wrong
     print("DiagonalRoots keeps the contract")
     for choice in ("full", DiagonalRoots()):
-        train(choice)
+        train(choice, epochs=1 if options.quick else 8)
+
+
+if __name__ == "__main__":
+    main()

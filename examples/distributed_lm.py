@@ -1,12 +1,14 @@
 """Train the demonstration's language model on several processes, under DDP or FSDP2.
 
+    python examples/distributed_lm.py --quick
     torchrun --standalone --nproc-per-node 2 examples/distributed_lm.py --strategy ddp
-    torchrun --standalone --nproc-per-node 2 examples/distributed_lm.py --strategy fsdp --save out/lm
+    torchrun --standalone --nproc-per-node 2 examples/distributed_lm.py --strategy fsdp --save runs/lm
 
-Runs on CPUs (gloo) and GPUs (NCCL) alike. Every rank prints what it owned, its state in memory, the
-bytes it sent per step, how long its optimizer steps took and its highest memory. With `--save` the
-run writes a sharded checkpoint at its end; with `--resume` it starts from one, on any number of
-processes.
+Without torchrun it is one process. Runs on CPUs (gloo) and GPUs (NCCL) alike.
+
+Every rank prints what it owned, its state in memory, the bytes it sent per step, how long its
+optimizer steps took and its highest memory. With `--save` the run writes a sharded checkpoint at its
+end; with `--resume` it starts from one, on any number of processes.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from quick import announce
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,9 +45,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--quick", action="store_true", help="three steps; figures mean nothing")
     parser.add_argument("--save", help="folder of the checkpoint to write")
     parser.add_argument("--resume", help="folder of the checkpoint to start from")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.steps = 3
+    return options
+
+
+def join(backend: str) -> None:
+    """Join the processes that torchrun started; alone, a group of this one."""
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def wrap(model: LanguageModel, strategy: str, device: torch.device) -> nn.Module:
@@ -69,8 +84,9 @@ def peak_memory(device: torch.device) -> str:
 def main() -> None:
     options = arguments()
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    join("nccl" if on_gpu else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    announce(options.quick and rank == 0)
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if on_gpu

@@ -1,7 +1,9 @@
 """Rosenbrock and Rastrigin: RPT beside AdamW and torch-optimizer's optimizers.
 
     python examples/landscapes.py [--schedule constant|cosine] [--rates 8] [--steps 500] [--all]
-        [--out landscapes.png]
+        [--out runs/landscapes.png] [--quick]
+
+torch-optimizer is in the `bench` extra: `pip install -e '.[bench]'`; without it, RPT and AdamW only.
 
 torch-optimizer's own pictures: 500 steps from (-2, 2) and (-2, 3.5) on a parameter of two numbers,
 every optimizer at the best of as many learning rates, judged by its last point's distance to the
@@ -14,9 +16,11 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib
 import torch
+from quick import RUNS, announce, writable
 from torch import Tensor
 from tqdm import tqdm
 
@@ -69,7 +73,7 @@ def optimizers(everything: bool = False) -> dict[str, Factory]:
     try:
         import torch_optimizer
     except ImportError:
-        print("torch-optimizer is not installed: RPT and AdamW only")
+        print("torch-optimizer is missing (pip install -e '.[bench]'): RPT and AdamW only")
         return found
     for name in dir(torch_optimizer):
         kind = getattr(torch_optimizer, name)
@@ -116,7 +120,7 @@ def best_path(
     return min(found, key=lambda entry: entry[:2])
 
 
-def plot(results: dict[str, dict[str, tuple[float, float, Tensor]]], out: str) -> None:
+def plot(results: dict[str, dict[str, tuple[float, float, Tensor]]], out: str | Path) -> None:
     columns = 8
     rows = math.ceil(len(results) / columns)
     figure, axes = plt.subplots(
@@ -150,8 +154,14 @@ def main() -> None:
     parser.add_argument("--rates", type=int, default=8, help="learning rates tried by each (8)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each ({STEPS})")
     parser.add_argument("--all", action="store_true", help="all that torch-optimizer has")
-    parser.add_argument("--out", default="landscapes.png", help="the picture")
+    parser.add_argument("--out", default=str(RUNS / "landscapes.png"), help="the picture")
+    parser.add_argument(
+        "--quick", action="store_true", help="two rates, 20 steps; figures mean nothing"
+    )
     options = parser.parse_args()
+    announce(options.quick)
+    if options.quick:
+        options.rates, options.steps = 2, 20
     if options.rates < 1 or options.steps < 1:
         parser.error("--rates and --steps must be at least 1")
     torch.set_num_threads(1)
@@ -175,7 +185,7 @@ def main() -> None:
     for name in sorted(results, key=lambda n: sum(entry[0] for entry in results[n].values())):
         cells = (f"{distance:.2g} ({rate:.2g})" for distance, rate, _ in results[name].values())
         print(f"{name:20}" + "".join(f"{cell:>24}" for cell in cells))
-    plot(results, options.out)
+    plot(results, writable(options.out))
     print(f"\npicture: {options.out}")
 
 

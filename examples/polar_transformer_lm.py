@@ -1,6 +1,6 @@
 """Does the Polar Transformer help? Language modelling, length extrapolation, irregular noisy tracks.
 
-    python examples/polar_transformer_lm.py [--quick] [--seeds 3] [--output polar_transformer_lm.png]
+    python examples/polar_transformer_lm.py [--quick] [--seeds 3] [--output runs/polar_transformer_lm.png]
 
 Three contenders of the same widths: the standard pre-norm transformer with rotary positions (every
 correction switched off), the Polar Transformer (all of them on), and the Polar Transformer with its
@@ -18,9 +18,11 @@ import argparse
 import math
 import statistics
 import time
+from pathlib import Path
 
 import matplotlib
 import torch
+from quick import RUNS, announce, writable
 from rpt.geometry.rt_filter import (
     PolarTransformer,
     PolarTransformerBlock,
@@ -160,17 +162,20 @@ def track_task(options: dict, optimizer: str, rate: float, seed: int, steps: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one seed, 40 steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, 2 steps; figures mean nothing"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=4e-3, help="learning rate of both optimizers")
     parser.add_argument("--tasks", nargs="+", default=["text", "tracks"])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "RPT"])
-    parser.add_argument("--output", default="polar_transformer_lm.png")
+    parser.add_argument("--output", default=str(RUNS / "polar_transformer_lm.png"))
     arguments = parser.parse_args()
+    announce(arguments.quick)
     torch.set_num_threads(1)
-    steps, seeds = (40, 1) if arguments.quick else (arguments.steps, arguments.seeds)
+    steps, seeds = (2, 1) if arguments.quick else (arguments.steps, arguments.seeds)
     tasks = {"text": text_task, "tracks": track_task}
     arms = [
         (task, model, optimizer)
@@ -192,7 +197,7 @@ def main() -> None:
                 spread = statistics.stdev(values) if len(values) > 1 else 0.0
                 line.append(f"{key} {statistics.mean(values):.3f} ± {spread:.3f}")
             tqdm.write("   ".join(line))
-    plot(results, arguments.output)
+    plot(results, writable(arguments.output))
     sizes = {
         name: sum(
             p.numel()
@@ -205,7 +210,7 @@ def main() -> None:
     print(f"Parameters of the language models: {sizes}. Saved {arguments.output}")
 
 
-def plot(results: dict, output: str) -> None:
+def plot(results: dict, output: str | Path) -> None:
     tasks = sorted({task for task, _, _ in results}, reverse=True)
     figure, axes = plt.subplots(1, len(tasks), figsize=(6 * len(tasks), 4), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):

@@ -27,6 +27,7 @@ import matplotlib
 import numpy as np
 import torch
 from baselines import AmbientUNet
+from quick import announce, writable
 from rpt.geometry import lorentz
 from run_log import RunLog
 from torch import Tensor, nn
@@ -187,7 +188,7 @@ def plot(
         axis.plot(smooth, label=label)
     axis.set(xlabel="step", ylabel="Dice and cross-entropy loss")
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    figure.savefig(writable(path), dpi=100)
     plt.close(figure)
 
 
@@ -202,10 +203,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "RPT"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="one seed, four steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, four steps; figures mean nothing"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/polar_unet.jsonl"))
-    parser.add_argument("--output", type=Path, default=Path("polar_unet.png"))
+    parser.add_argument("--output", type=Path, default=Path("runs/polar_unet.png"))
     arguments = parser.parse_args()
+    announce(arguments.quick)
     if arguments.quick:
         arguments.seeds, arguments.steps, arguments.images = 1, 4, 32
     if arguments.device == "cpu":

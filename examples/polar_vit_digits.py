@@ -26,6 +26,7 @@ from typing import Any
 import matplotlib
 import torch
 from baselines import AmbientViT, EuclideanViT
+from quick import announce, writable
 from rpt.geometry import lorentz
 from run_log import RunLog
 from torch import Tensor, nn
@@ -199,7 +200,7 @@ def plot(results: dict[str, list[dict]], path: Path, every: int) -> None:
     axes[1].set(xlabel="epoch", ylabel="test error, %", yscale="log")
     axes[2].set(xlabel="epoch", ylabel="mean radius of the tokens")
     axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(writable(path), dpi=110)
     plt.close(figure)
 
 
@@ -217,10 +218,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
-    parser.add_argument("--quick", action="store_true", help="one seed, two epochs")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, two epochs; figures mean nothing"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/polar_vit.jsonl"))
-    parser.add_argument("--output", type=Path, default=Path("polar_vit.png"))
+    parser.add_argument("--output", type=Path, default=Path("runs/polar_vit.png"))
     arguments = parser.parse_args()
+    announce(arguments.quick)
     if arguments.quick:
         arguments.seeds, arguments.epochs = 1, 2
     return arguments

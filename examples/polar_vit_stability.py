@@ -29,6 +29,7 @@ from typing import Any
 import matplotlib
 import torch
 from baselines import AmbientViT, TextbookViT, ambient
+from quick import announce, writable
 from rpt.geometry import lorentz
 from run_log import RunLog
 from torch import Tensor, nn
@@ -186,7 +187,7 @@ def plot(results: dict[str, dict[float, list[dict]]], path: Path, classes: bool)
     axes[2].set(xlabel="step", ylabel="loss", yscale="log")
     for axis in axes:
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(writable(path), dpi=110)
     plt.close(figure)
 
 
@@ -200,10 +201,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--objective", default="classes", choices=["classes", "distance"])
     parser.add_argument("--layout", default="spread", choices=["spread", "cluster"])
-    parser.add_argument("--quick", action="store_true", help="three radii, two steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="three radii, two steps; figures mean nothing"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/polar_vit_stability.jsonl"))
-    parser.add_argument("--output", type=Path, default=Path("polar_vit_stability.png"))
+    parser.add_argument("--output", type=Path, default=Path("runs/polar_vit_stability.png"))
     arguments = parser.parse_args()
+    announce(arguments.quick)
     if arguments.quick:
         arguments.radii, arguments.steps = [2.0, 8.0, 12.0], 2
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Ripple: a regression on a folded surface, every arm over five paired seeds.
 
-    python examples/ripple.py [--quick] [--seeds N] [--jobs N] [--out ripple.png]
+    python examples/ripple.py [--quick] [--seeds N] [--jobs N] [--out runs/ripple.png]
 
 Target sin(3x)cos(3y) + ½ sin(5x+y) on [−π, π]², standardised; 8,000 uniform points, three quarters
 to train on. ContextMLP of width 24; batch 256, rate 3e-3, weight decay 1e-4, gradient norm cap 5,
@@ -19,8 +19,10 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
+from pathlib import Path
 
 import torch
+from quick import RUNS, announce, writable
 from rpt.geometry.self_context import ContextMLP
 from torch import nn
 
@@ -160,7 +162,7 @@ def table(results: dict[str, list[Result]]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: dict[str, list[Result]], path: str) -> None:
+def plot(results: dict[str, list[Result]], path: str | Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -181,16 +183,19 @@ def plot(results: dict[str, list[Result]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two seeds of 250 updates")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed of 50 updates; figures mean nothing"
+    )
     parser.add_argument("--seeds", type=int, default=None, help="number of seeds (5)")
     parser.add_argument("--updates", type=int, default=None, help="updates per run (750)")
     parser.add_argument(
         "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="seeds at a time (2)"
     )
-    parser.add_argument("--out", default="ripple.png", help="the picture")
+    parser.add_argument("--out", default=RUNS / "ripple.png", help="the picture")
     options = parser.parse_args()
-    seeds = options.seeds or (2 if options.quick else 5)
-    updates = options.updates or (250 if options.quick else 750)
+    announce(options.quick)
+    seeds = options.seeds or (1 if options.quick else 5)
+    updates = options.updates or (50 if options.quick else 750)
     if seeds < 1 or updates < EVALUATE_EVERY or options.jobs < 1:
         parser.error(f"at least 1 seed, 1 job and {EVALUATE_EVERY} updates are needed")
     results: dict[str, list[Result]] = {name: [] for name in ARMS}
@@ -202,7 +207,7 @@ def main() -> None:
                 results[name].append(result)
             print(f"seed {seed} done", flush=True)
     print("\n" + table(results))
-    plot(results, options.out)
+    plot(results, writable(options.out))
     print(f"\npicture: {options.out}")
 
 

@@ -1,6 +1,6 @@
 """The RT-Filter against an isotropic filter and softmax attention, on the model's own trajectories.
 
-    python examples/rt_filter_tracking.py [--quick] [--output rt_filter_tracking.png]
+    python examples/rt_filter_tracking.py [--quick] [--output runs/rt_filter_tracking.png]
 
 States rotate at known rates and shrink; observations carry radial and tangential noise of different
 size, some are outliers, and times may have gaps. Every estimator knows the true rotation and decay,
@@ -17,6 +17,7 @@ import math
 
 import matplotlib
 import torch
+from quick import RUNS, announce, writable
 from rpt.geometry.rt_filter import (
     Trajectories,
     geodesic_angle,
@@ -110,9 +111,12 @@ def worlds(quick: bool) -> dict[str, list[tuple[float, dict]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer trajectories and points")
-    parser.add_argument("--output", default="rt_filter_tracking.png")
+    parser.add_argument(
+        "--quick", action="store_true", help="few short trajectories; figures mean nothing"
+    )
+    parser.add_argument("--output", default=str(RUNS / "rt_filter_tracking.png"))
     arguments = parser.parse_args()
+    announce(arguments.quick)
     torch.set_num_threads(1)
     count, tokens = (32, 40) if arguments.quick else (200, 64)
     sweeps = worlds(arguments.quick)
@@ -151,7 +155,7 @@ def main() -> None:
     progress.close()
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(arguments.output, dpi=120)
+    figure.savefig(writable(arguments.output), dpi=120)
     total = sum(map(len, sweeps.values()))
     print(
         f"\nRT-Filter at least as good as both rivals: angle in {wins['angle']} of {total} worlds,"

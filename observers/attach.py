@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .cadence import Cadence
+from .caller import warn
 from .compiled import CompiledObserver
 from .explicit import ExplicitObserver
 from .hook import HookObserver, Observer
@@ -28,29 +29,51 @@ STRATEGIES: dict[str, Callable[[], Observer]] = {
 COHERENCE_THRESHOLD = -0.5
 
 
+class Observed(NamedTuple):
+    """An observed layer: its dotted path in the model, and its matrix."""
+
+    name: str
+    parameter: Tensor
+
+
 class Attachment:
     """A model under observation.
 
-    Copies and pickles are detached: hooks are never serialised.
+    A deep copy observes the copied model, if model and optimizer are copied in one call. A pickle
+    is None: hooks are never serialised.
 
     Attributes:
-        sites: The observed layers, as (name, module, parameter).
+        sites: The observed layers.
         observer: The strategy at work.
+        stage: Where observations wait for the step.
     """
 
     def __init__(
         self, sites: list[Site], observer: Observer, cadence: Cadence, stage: ObservationStage
     ) -> None:
-        self.sites = sites
+        self.sites = [Observed(site.name, site.parameter) for site in sites]
         self.observer = observer
+        self.stage = stage
         self._cadence = cadence
-        self._stage = stage
         self._warned: set[str] = set()
         observer.attach(sites, stage)
         observer.schedule(cadence.due)
 
-    def __reduce__(self) -> tuple[Callable[..., Attachment], tuple[int, float]]:
-        return _detached, (self._cadence.every, self._cadence.coherence_threshold)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        self._cadence.settle()
+        twin: Attachment = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin.observer.schedule(twin._cadence.due)
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _unserialised, ()
+
+    @property
+    def lost(self) -> bool:
+        """Whether this is the copy of an attachment whose model was not copied with it."""
+        return isinstance(self.observer, HookObserver) and self.observer.lost
 
     def detach(self) -> None:
         """Remove every tap from the model. What is staged stays staged."""
@@ -72,7 +95,7 @@ class Attachment:
         """
         if not self.sites:
             return
-        observed = self._stage.last_counts
+        observed = self.stage.last_counts
         silent = [
             site.name
             for site in self.sites
@@ -83,13 +106,16 @@ class Attachment:
         ]
         if silent:
             self._warned.update(silent)
-            warnings.warn(_silence(silent), stacklevel=4)
+            warn(_silence(silent))
         self._cadence.advance(observed, coherence or {})
         self.observer.schedule(self._cadence.due)
 
     def ages(self) -> dict[Tensor, int]:
-        """Steps since each observed parameter's last measurement, for checkpoints."""
-        return self._cadence.ages()
+        """Steps since each observed parameter's last measurement, for checkpoints.
+
+        Empty where the caller decides when to measure.
+        """
+        return {} if isinstance(self.observer, ExplicitObserver) else self._cadence.ages()
 
     def restore_ages(self, ages: Mapping[Tensor, int]) -> None:
         """Continue the cadence of a checkpoint."""
@@ -110,9 +136,8 @@ def _silence(names: list[str]) -> str:
     )
 
 
-def _detached(every: int, coherence_threshold: float) -> Attachment:
-    cadence = Cadence((), every, coherence_threshold)
-    return Attachment([], ExplicitObserver(), cadence, ObservationStage())
+def _unserialised() -> None:
+    """What an attachment is after unpickling."""
 
 
 def attach(
@@ -125,6 +150,7 @@ def attach(
     observe_every: int = 1,
     sites: Iterable[Any] | None = None,
     coherence_threshold: float = COHERENCE_THRESHOLD,
+    replacing: Attachment | None = None,
 ) -> Attachment:
     """Observe `model`'s layers into `stage`.
 
@@ -137,16 +163,33 @@ def attach(
         observe_every: Measure in every k-th step.
         sites: Exactly these layers: modules, dotted names, or what `derive_sites` returned.
         coherence_threshold: Measure again at once after q fell below it.
+        replacing: An earlier attachment, detached once it is known that this one can be.
 
     Raises:
+        TypeError: For a model, filter or strategy of another kind.
         ValueError: For an unknown strategy or cadence, or a layer that cannot be observed.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model to attach must be an nn.Module, got {type(model).__name__}")
+    if module_filter is not None and (
+        isinstance(module_filter, nn.Module) or not callable(module_filter)
+    ):
+        raise TypeError(
+            "module_filter must be a function from a module to True or False, got "
+            f"{type(module_filter).__name__}: layers or their names go to sites=[…]"
+        )
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {sorted(STRATEGIES)}, got {strategy!r}")
         observer = STRATEGIES[strategy]()
-    else:
+    elif isinstance(strategy, Observer):
         observer = strategy
-    chosen = select_sites(model, owned, module_filter, sites)
+    else:
+        raise TypeError(f"strategy must be a name or an Observer, got {type(strategy).__name__}")
+    chosen = select_sites(
+        model, owned, module_filter, sites, isinstance(observer, ExplicitObserver)
+    )
     cadence = Cadence((site.parameter for site in chosen), observe_every, coherence_threshold)
+    if replacing is not None:
+        replacing.detach()
     return Attachment(chosen, observer, cadence, stage)

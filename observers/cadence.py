@@ -48,7 +48,7 @@ class Cadence:
             return
         # On an accelerator the q of this step arrives during the next forward: reading it now
         # would make the host wait, so it is read one step later.
-        self._force()
+        self.settle()
         watched = [p for p in self._ages if p in coherence]
         if not watched:
             return
@@ -62,9 +62,10 @@ class Cadence:
             self._turned = (watched, landed, event)
         else:
             self._turned = (watched, values, None)
-            self._force()
+            self.settle()
 
-    def _force(self) -> None:
+    def settle(self) -> None:
+        """Take in the coherences that are on their way to the host."""
         if self._turned is None:
             return
         watched, values, event = self._turned
@@ -84,7 +85,7 @@ class Cadence:
 
         Negative where q is below the threshold already, so that a checkpoint keeps that too.
         """
-        self._force()
+        self.settle()
         return {p: -age if p in self._low else age for p, age in self._ages.items()}
 
     def restore(self, ages: Mapping[Tensor, int]) -> None:

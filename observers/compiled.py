@@ -17,8 +17,8 @@ class CompiledObserver(HookObserver):
     """Taps each layer through one opaque operator, compiled or not.
 
     Attach before the first compiled call: graphs compiled earlier do not look for hooks again. No
-    graph break, also with `fullgraph=True`; between measurements each tap costs one operator call
-    that returns at once, and never a recompilation. Run eagerly it gives the hook strategy's ranks
+    graph break, also with `fullgraph=True`; between measurements each tap costs two operator calls
+    that return at once, and never a recompilation. Run eagerly it gives the hook strategy's ranks
     but keeps the layer's whole input until the backward, where `HookObserver` keeps a thin sketch.
 
     Attaching sets `torch._dynamo.config.skip_nnmodule_hook_guards` to False, the documented switch

@@ -18,18 +18,18 @@ class ExplicitObserver:
 
     def __init__(self, stage: ObservationStage | None = None) -> None:
         self._stage = stage
-        self._sites: list[Site] = []
+        self._parameters: list[Tensor] = []
 
     def attach(self, sites: Sequence[Site], stage: ObservationStage) -> None:
-        self._sites, self._stage = list(sites), stage
+        self._parameters, self._stage = [site.parameter for site in sites], stage
 
     def detach(self) -> None:
-        self._sites = []
+        self._parameters = []
 
     def clear(self) -> None:
         if self._stage is not None:
-            for site in self._sites:
-                self._stage.drop(site.parameter)
+            for parameter in self._parameters:
+                self._stage.drop(parameter)
 
     def schedule(self, due: Callable[[Tensor], bool]) -> None:
         """Nothing to do: the caller decides when to measure."""
@@ -49,20 +49,37 @@ class ExplicitObserver:
                 without an observation of its own.
 
         Raises:
-            ValueError: For shapes that do not match.
+            ValueError: For rows that do not match, or widths that do not fit a named matrix.
             RuntimeError: Before any stage is known.
         """
         if self._stage is None:
             raise RuntimeError("attach the observer, or construct it with a stage, first")
-        settings = self._stage.settings
-        rank = ranks([statistics(activations, cotangents, settings)], settings)[0]
-        if parameters is None:
-            self._stage.add_rank(rank)
-        else:
+        targets: list[Tensor | None] = [None]
+        if parameters is not None:
             targets = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            for parameter in targets:
-                self._stage.add_rank(rank, parameter)
+        settings = self._stage.settings
+        measured = statistics(activations, cotangents, settings)
+        for parameter in targets:
+            if parameter is not None:
+                _check_widths(activations.shape[-1], cotangents.shape[-1], parameter)
+        rank = ranks([measured], settings)[0]
+        for parameter in targets:
+            self._stage.add_rank(rank, parameter)
         return rank
 
-    def __reduce__(self) -> tuple[type[ExplicitObserver], tuple[()]]:
-        return type(self), ()
+
+def _check_widths(read: int, written: int, parameter: Tensor) -> None:
+    """Refuse an observation that cannot be the parameter's; vectors have none to be judged by."""
+    if parameter.ndim < 2:
+        return
+    rows = parameter.shape[0]
+    # The matrix view, or each matrix of a stack; layers of weight (in, out) exist, too.
+    fitting = [{rows, parameter.numel() // max(rows, 1)}]
+    if parameter.ndim == 3:
+        fitting.append(set(parameter.shape[1:]))
+    if {read, written} not in fitting:
+        raise ValueError(
+            f"activations of width {read} and residuals of width {written} are not what a weight "
+            f"{tuple(parameter.shape)} reads and writes: pass its own input and its output's "
+            "cotangent, or parameters=None for all that have no observation"
+        )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from .selection import Site
 from .staging import ObservationStage
@@ -48,22 +48,18 @@ class HookObserver:
 
     def __init__(self) -> None:
         self._sites: list[TapSite] = []
-        self._handles: list[RemovableHandle] = []
 
     def attach(self, sites: Sequence[Site], stage: ObservationStage) -> None:
         self.detach()
         for site in sites:
             tapped = TapSite(site.name, site.module, site.parameter, stage)
             self._sites.append(tapped)
-            self._handles.append(install(tapped, site.module, self.through_operator))
+            install(tapped, site.module, self.through_operator)
 
     def detach(self) -> None:
         for site in self._sites:
-            # A compiled graph may go on calling a tap that it was traced with.
-            site.active = False
-        for handle in self._handles:
-            handle.remove()
-        self._sites, self._handles = [], []
+            site.remove()
+        self._sites = []
 
     def clear(self) -> None:
         for site in self._sites:
@@ -73,6 +69,19 @@ class HookObserver:
         for site in self._sites:
             site.active = due(site.parameter)
 
+    @property
+    def lost(self) -> bool:
+        """Whether no tap in any model leads here, as in a copy made without its model."""
+        return bool(self._sites) and not any(site.installed for site in self._sites)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookObserver:
+        twin: HookObserver = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for site in twin._sites:
+            site.attached = True
+        return twin
+
     def __reduce__(self) -> tuple[type[HookObserver], tuple[()]]:
-        # Hooks are never serialised: a copy observes nothing until it is attached.
+        # Hooks are never serialised: unpickled, it observes nothing until it is attached.
         return type(self), ()

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MAX_PATCHES", "sampled_cotangents", "sampled_patches", "unsupported_convolution"]
+__all__ = [
+    "MAX_PATCHES",
+    "Convolution",
+    "sampled_cotangents",
+    "sampled_patches",
+    "unsupported_convolution",
+]
 
 MAX_PATCHES = 1024
 _SAMPLE_SEED = 0xC0
+
+
+class Convolution(NamedTuple):
+    """Which entries of its input a convolution contracts; `padding` as F.pad takes it."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: list[int]
+    padding_mode: str
+
+    @classmethod
+    def of(cls, module: Any) -> Convolution:
+        """The geometry of an nn.Conv1d, nn.Conv2d or nn.Conv3d."""
+        padding = list(module._reversed_padding_repeated_twice)
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        return cls(module.kernel_size, module.stride, module.dilation, padding, mode)
 
 
 def unsupported_convolution(module: nn.Module) -> str | None:
@@ -38,31 +62,28 @@ def _positions(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ..
 
 
 @torch.no_grad()
-def sampled_patches(module: nn.Module, inputs: Tensor, output_shape: torch.Size) -> Tensor:
-    """Rows (patches, in·kernel) which `module` contracts at sampled positions of its output.
+def sampled_patches(layer: Convolution, inputs: Tensor, output_shape: torch.Size) -> Tensor:
+    """Rows (patches, in·kernel) which a layer contracts at sampled positions of its output.
 
     Args:
-        module: nn.Conv1d, nn.Conv2d or nn.Conv3d with one group.
+        layer: Its geometry; one group.
         inputs: (batch, in, *spatial) or (in, *spatial).
-        output_shape: Shape of what the module returned for `inputs`.
+        output_shape: Shape of what the layer returned for `inputs`.
     """
-    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    axes = len(module.kernel_size)
+    axes = len(layer.kernel_size)
     inputs = inputs.detach()
     if inputs.ndim == axes + 1:
         inputs, output_shape = inputs[None], torch.Size((1, *output_shape))
-    padding = module._reversed_padding_repeated_twice
-    if any(padding):
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        inputs = F.pad(inputs, padding, mode=mode)
+    if any(layer.padding):
+        inputs = F.pad(inputs, layer.padding, mode=layer.padding_mode)
     batch, *places = _positions((output_shape[0], *output_shape[2:]), inputs.device)
     index: list[Tensor] = [batch.view(-1, *[1] * axes)]
     for axis, place in enumerate(places):
-        taps = torch.arange(module.kernel_size[axis], device=inputs.device)
+        taps = torch.arange(layer.kernel_size[axis], device=inputs.device)
         along = [1] * axes
         along[axis] = -1
-        start = place.view(-1, *[1] * axes) * module.stride[axis]
-        index.append(start + taps.view(1, *along) * module.dilation[axis])
+        start = place.view(-1, *[1] * axes) * layer.stride[axis]
+        index.append(start + taps.view(1, *along) * layer.dilation[axis])
     channels_last = inputs.movedim(1, -1)
     patches = channels_last[tuple(index)]  # (patches, *kernel, in)
     return patches.movedim(-1, 1).flatten(1)

@@ -12,6 +12,7 @@ synchronises.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,23 @@ class _Entry(NamedTuple):
     content: Statistics | Tensor
     backward: int | None
     """Which backward staged it; None for what a caller staged by hand."""
+    awaits: _Gradient | None = None
+    """The gradient as it was, where autograd.grad returned this one's to its caller."""
+
+
+class _Gradient:
+    """A parameter's `grad` at one moment, to tell whether anything reached it since."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        grad = parameter.grad
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = None if grad is None else grad._version
+
+    def is_still(self, parameter: Tensor) -> bool:
+        grad = parameter.grad
+        if grad is None or self._grad is None:
+            return grad is None
+        return self._grad() is grad and self._version == grad._version
 
 
 class ObservationStage:
@@ -70,10 +88,20 @@ class ObservationStage:
         """Stage one observation of `parameter`, made outside any backward hook."""
         self._own.setdefault(parameter, []).append(_Entry(statistics, None))
 
-    def add_from_backward(self, parameter: Tensor, statistics: Statistics) -> None:
-        """Stage one observation of `parameter` from within the backward that produced it."""
+    def add_from_backward(
+        self, parameter: Tensor, statistics: Statistics, returned: bool = False
+    ) -> None:
+        """Stage one observation of `parameter` from within the backward that produced it.
+
+        Args:
+            parameter: The observed one.
+            statistics: What was observed.
+            returned: Whether autograd.grad hands the gradient to its caller. It counts only if
+                the parameter's own is found to be another by the next backward, or by the step.
+        """
         self._enter_backward()
-        self._own.setdefault(parameter, []).append(_Entry(statistics, self._backward))
+        awaits = _Gradient(parameter) if returned else None
+        self._own.setdefault(parameter, []).append(_Entry(statistics, self._backward, awaits))
 
     def add_rank(self, rank: float | Tensor, parameter: Tensor | None = None) -> None:
         """Stage a rank that was measured elsewhere; for every unobserved parameter if None.
@@ -103,6 +131,7 @@ class ObservationStage:
 
         All statistics of equal size are solved in one batched call.
         """
+        self._drop_returned()
         own, queued = self._own, self._global
         self.clear()
         entries = [entry for group in own.values() for entry in group]
@@ -146,6 +175,7 @@ class ObservationStage:
             return
         if not self._running:
             self._backward += 1
+            self._drop_returned()
             self._drop_discarded()
         if task != -1:
             self._running.add(task)
@@ -161,11 +191,20 @@ class ObservationStage:
     def _drop_discarded(self) -> None:
         for parameter, group in list(self._own.items()):
             if parameter.grad is None and parameter not in self._awaited:
-                kept = [entry for entry in group if entry.backward is None]
-                if kept:
-                    self._own[parameter] = kept
-                else:
-                    del self._own[parameter]
+                self._keep(parameter, [entry for entry in group if entry.backward is None])
+
+    def _drop_returned(self) -> None:
+        """Settle what autograd.grad returned: it became the gradient, or it is dropped."""
+        for parameter, group in list(self._own.items()):
+            if any(entry.awaits is not None for entry in group):
+                kept = [e for e in group if e.awaits is None or not e.awaits.is_still(parameter)]
+                self._keep(parameter, [entry._replace(awaits=None) for entry in kept])
+
+    def _keep(self, parameter: Tensor, entries: list[_Entry]) -> None:
+        if entries:
+            self._own[parameter] = entries
+        else:
+            del self._own[parameter]
 
 
 def _mean(values: list[Tensor]) -> Tensor | None:

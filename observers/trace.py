@@ -167,8 +167,8 @@ class _Watch(TorchDispatchMode):
         self, name: str, args: Sequence[Any], inputs: list[Tensor], before: list[Trail]
     ) -> Trail:
         """The trail of an operation's result; notes the matrices that it reads."""
-        if name in _CREATIONS:
-            return _NOTHING
+        if name in _CREATIONS or name == "isnan":
+            return _NOTHING  # What marks damaged entries is no representation, either.
         merged = _merge(before)
         live = [t for t in before if t.live]
         if not live:

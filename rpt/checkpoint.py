@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,59 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["check_loadable", "restore_dtypes"]
+from rpt.observers.caller import warn
+
+__all__ = ["canonical_name", "check_loadable", "matched_by_name", "restore_dtypes"]
+
+_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what torch.compile, DDP and other wrappers put into it."""
+    *path, last = name.split(".")
+    return ".".join([part for part in path if part not in _WRAPPERS] + [last])
+
+
+def matched_by_name(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """The state with its parameters in this optimizer's order, where both sides name all of theirs.
+
+    Names that differ leave the order as it is, with a warning. This optimizer's names stay.
+    """
+    groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
+    mine, theirs = _named(optimizer.param_groups), _named(groups)
+    sizes = [[len(g["params"]) for g in side] for side in (optimizer.param_groups, groups)]
+    if not mine or not theirs or sizes[0] != sizes[1]:
+        return saved
+    if mine.keys() == theirs.keys():
+        ids = iter([theirs[key] for key in mine])
+    else:
+        key = next(key for key in theirs if key not in mine)
+        warn(
+            f"the saved state names parameters that this optimizer does not have, such as {key[-1]!r}: "
+            "matched by order, not by name"
+        )
+        ids = iter(theirs.values())
+    renamed = [
+        {**group, "params": [next(ids) for _ in own["params"]], "param_names": own["param_names"]}
+        for own, group in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return {**saved, "param_groups": renamed}
+
+
+def _named(groups: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Any]:
+    """Parameters by name, or by group and name where groups share one; {} where that is not unique."""
+    named = [
+        (g, canonical_name(name), parameter)
+        for g, group in enumerate(groups)
+        for name, parameter in zip(
+            group.get("param_names") or [""] * len(group["params"]), group["params"], strict=False
+        )
+    ]
+    if not all(name for _, name, _ in named):
+        return {}
+    unique = len({name for _, name, _ in named}) == len(named)
+    found = {(name,) if unique else (g, name): parameter for g, name, parameter in named}
+    return found if len(found) == len(named) else {}
 
 
 def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
@@ -54,4 +106,6 @@ def restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 record[name] = value.detach().to(parameter.device)
     for group in optimizer.param_groups:
         gain = group.get("gain", 1.0)
-        group["gain"] = torch.as_tensor(gain, dtype=torch.float64)
+        # A plain number goes to the host, whatever the default device.
+        device = gain.device if isinstance(gain, Tensor) else "cpu"
+        group["gain"] = torch.as_tensor(gain, dtype=torch.float64, device=device)

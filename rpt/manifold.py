@@ -58,9 +58,12 @@ def step_on_manifold(
 ) -> None:
     """Update one manifold parameter and its state in place, with the options of its group.
 
+    Of a sharded parameter (DTensor) every rank steps the points that it holds: a point's step depends on
+    no other point.
+
     Args:
         parameter: the points.
-        gradient: what autograd left, finite.
+        gradient: what autograd left, finite; of a sharded parameter the local part.
         record: its state; an empty one is filled.
         group: `lr`, `betas`, `eps`, `weight_decay` and perhaps `maximize`.
     """
@@ -69,12 +72,14 @@ def step_on_manifold(
     if "exp_avg" not in record:
         record["step"] = record.get("step", 0)
         record["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        record["exp_avg_sq"] = parameter.new_zeros(parameter.shape[:-1])
-    point, exp_avg, exp_avg_sq = manifold.adamw_update(
-        parameter,
+        record["exp_avg_sq"] = torch.zeros_like(parameter.select(-1, 0))
+    held = (parameter, record["exp_avg"], record["exp_avg_sq"])
+    points, means, squares = (t.to_local() if hasattr(t, "to_local") else t for t in held)
+    new_points, new_means, new_squares = manifold.adamw_update(
+        points,
         -gradient if group.get("maximize") else gradient,
-        record["exp_avg"],
-        record["exp_avg_sq"],
+        means,
+        squares,
         record["step"] + 1,
         lr=group["lr"],
         betas=group["betas"],
@@ -82,7 +87,7 @@ def step_on_manifold(
         eps=group["eps"] or 1e-8,
         weight_decay=group["weight_decay"],
     )
-    parameter.copy_(point)
-    record["exp_avg"].copy_(exp_avg)
-    record["exp_avg_sq"].copy_(exp_avg_sq)
+    points.copy_(new_points)
+    means.copy_(new_means)
+    squares.copy_(new_squares)
     record["step"] += 1

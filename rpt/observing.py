@@ -1,149 +1,126 @@
-"""The optimizer's calls that concern observation; the statistics themselves are `rpt.observers`."""
+"""What an optimizer has to do with observation; the statistics themselves are `rpt.observers`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from rpt.observers.attach import Attachment, attach
+from rpt.observers.caller import warn
 from rpt.observers.explicit import ExplicitObserver
-from rpt.observers.staging import ObservationStage
+from rpt.observers.rank import ObserverSettings
+from rpt.observers.staging import Committed, ObservationStage
 
-__all__ = ["ObservingOptimizer"]
+__all__ = ["NOTHING", "Observing"]
 
-Self = TypeVar("Self", bound="ObservingOptimizer")
+NOTHING = Committed({}, None, {})
 
 
-class ObservingOptimizer(Optimizer):
-    """An optimizer with a stage of observations, and perhaps an attached model."""
+class Observing:
+    """A stage of observations, and perhaps an attached model.
 
-    _stage: ObservationStage
-    _attachment: Attachment | None
-    _observe_every: int
+    Attributes:
+        stage: where observations wait.
+        attachment: the model under observation.
+        anything: whether anything may be staged.
+        bereft: whether the run that this one continues had a model to observe.
 
-    def attach_model(
-        self,
-        model: nn.Module,
-        module_filter: Callable[[nn.Module], bool] | None = None,
-        *,
-        strategy: str = "hook",
-        observe_every: int | None = None,
-        sites: Iterable[Any] | None = None,
-    ) -> list[str]:
-        """Observe a model's boundaries, replacing an earlier attachment.
+    Args:
+        settings: of observations.
+        attachment: the copied model's, in a copy.
+    """
 
-        Observed are the modules that the model, or any module inside it, names in
-        `optimizer_observation_modules()`; without one, every `nn.Linear` of this optimizer whose
-        smaller side is at least 2. `module_filter` and `sites` override both.
+    def __init__(self, settings: ObserverSettings, attachment: Attachment | None = None) -> None:
+        self.stage = attachment.stage if attachment else ObservationStage(settings)
+        self.attachment = attachment
+        self.anything = attachment is not None
+        self.bereft = False
 
-        Args:
-            model: the model that is trained.
-            module_filter: True for modules to observe.
-            strategy: "hook", or "compiled" for a model that `torch.compile` is to take whole.
-            observe_every: measure at every k-th update; None: 4, or with `preset="paper"` in each.
-            sites: modules, module names, or what `rpt.observers.derive_sites` returned.
-
-        Returns:
-            The names of the observed modules.
-        """
-        self.remove_observers()
-        self._attachment = attach(
-            model,
-            self._all_parameters(),
-            self._stage,
-            module_filter=module_filter,
-            strategy=strategy,
-            observe_every=self._observe_every if observe_every is None else observe_every,
-            sites=sites,
+    def attach(self, model: nn.Module, parameters: Sequence[Tensor], **options: Any) -> list[str]:
+        """Observe a model in place of an earlier one; the names of the observed modules."""
+        self.attachment = attach(
+            model, parameters, self.stage, replacing=self.attachment, **options
         )
-        self._restore_observation_ages()
-        return [name for name, *_ in self._attachment.sites]
+        self.anything, self.bereft = True, False
+        return [name for name, *_ in self.attachment.sites]
 
-    @contextmanager
-    def observing(self: Self, model: nn.Module, **options: Any) -> Iterator[Self]:
-        """Observe a model inside a `with` block; options as in `attach_model`."""
-        self.attach_model(model, **options)
-        try:
-            yield self
-        finally:
-            self.remove_observers()
+    def detach(self) -> None:
+        """Leave the model; what is staged stays."""
+        self.bereft = False
+        if self.attachment is not None:
+            self.attachment.detach()
+            self.attachment = None
 
-    def observe_residual(
-        self,
-        activations: Tensor,
-        residuals: Tensor,
-        parameters: Tensor | Iterable[Tensor] | None = None,
-    ) -> Tensor:
-        """Queue one observation by hand, for maps that no module hook can see.
+    def measure(self, activations: Tensor, residuals: Tensor, chosen: list[Any] | None) -> Tensor:
+        """Queue one observation by hand; its rank."""
+        self.anything = True
+        return ExplicitObserver(self.stage).observe(activations, residuals, chosen)
 
-        Args:
-            activations: X, (..., n): the input of the linear map.
-            residuals: Δ, (..., m): the cotangent of its output.
-            parameters: whose polar weight it concerns; None for every matrix without its own.
+    def queue(self, rank: float | Tensor, chosen: list[Any] | None) -> None:
+        """Queue a known rank."""
+        self.anything = True
+        for parameter in chosen or [None]:
+            self.stage.add_rank(rank, parameter)
 
-        Returns:
-            The normalised entropy rank, 0-d.
-        """
-        explicit = ExplicitObserver(self._stage)
-        return explicit.observe(activations, residuals, self._own(parameters))
-
-    def set_residual_entropy_rank(
-        self, rank: float | Tensor, parameters: Tensor | Iterable[Tensor] | None = None
-    ) -> None:
-        """Queue a known entropy rank in [0, 1] for the next step; parameters as above."""
-        for parameter in self._own(parameters) or [None]:
-            self._stage.add_rank(rank, parameter)
-
-    def clear_observations(self) -> None:
+    def clear(self) -> None:
         """Drop everything observed since the last step."""
-        self._stage.clear()
-        if self._attachment is not None:
-            self._attachment.clear()
+        self.stage.clear()
+        if self.attachment is not None:
+            self.attachment.clear()
 
-    def remove_observers(self) -> None:
-        """Detach from the model; polar weights keep their values."""
-        if self._attachment is not None:
-            self._attachment.detach()
-            self._attachment = None
+    def commit(self) -> Committed:
+        """What was observed since the last step."""
+        # What is staged by hand outlives its observer.
+        self.anything = self.attachment is not None
+        return self.stage.commit()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and drop observations of the backward passes they came from."""
-        self.clear_observations()
-        super().zero_grad(set_to_none)
+    def end_step(self, coherence: Mapping[Tensor, Tensor]) -> None:
+        """Advance the cadence; say so, once, where a copy or a loaded run has lost its model."""
+        if self.attachment is not None and self.attachment.lost:
+            self.detach()
+            self.bereft = True
+        if self.bereft:
+            self.bereft = False
+            warn(
+                "this optimizer continues a run that observed a model, but observes none itself: it "
+                "was unpickled, loaded, or copied without the model. Call attach_model(model) on it, "
+                "or remove_observers() if that is meant; until then polar weights stay as they are"
+            )
+        elif self.attachment is not None:
+            self.attachment.after_step(coherence)
 
-    def _note_observation_ages(self) -> None:
-        """Write the observers' cadence into the state, so that a resumed run measures when this would."""
-        if self._attachment is not None:
-            for parameter, age in self._attachment.ages().items():
-                if "step" in self.state.get(parameter, {}):
-                    self.state[parameter]["observation_age"] = age
+    def note_ages(self, state: Mapping[Tensor, Any]) -> None:
+        """Write the cadence into the state, so that a resumed run measures when this would."""
+        if self.attachment is not None:
+            for parameter, age in self.attachment.ages().items():
+                if "step" in state.get(parameter, {}):
+                    state[parameter]["observation_age"] = age
 
-    def _restore_observation_ages(self) -> None:
-        if self._attachment is not None:
-            ages = {
-                p: r["observation_age"] for p, r in self.state.items() if r.get("observation_age")
-            }
-            self._attachment.restore_ages(ages)
+    def restore_ages(self, state: Mapping[Tensor, Any]) -> None:
+        """Continue the cadence of a checkpoint."""
+        ages = {p: r["observation_age"] for p, r in state.items() if r.get("observation_age")}
+        if self.attachment is not None:
+            self.attachment.restore_ages(ages)
+        else:
+            self.bereft = bool(ages)
 
-    def _all_parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
-    def _own(self, parameters: Tensor | Iterable[Tensor] | None) -> list[Any] | None:
-        """The chosen parameters as a list, each checked to belong to this optimizer."""
-        if parameters is None:
-            return None
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owned = {id(p) for p in self._all_parameters()}
-        for parameter in chosen:
-            if id(parameter) not in owned:
-                raise ValueError(
-                    f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer: "
-                    "pass the module's own weight"
-                )
-        if not chosen:
-            raise ValueError("parameters is empty: pass None to reach every matrix")
-        return chosen
+def own(
+    parameters: Tensor | Iterable[Tensor] | None, all_of_them: Callable[[], Iterable[Tensor]]
+) -> list[Any] | None:
+    """The chosen parameters as a list, each checked to be one of the optimizer's."""
+    if parameters is None:
+        return None
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    owned = {id(p) for p in all_of_them()}
+    for parameter in chosen:
+        if id(parameter) not in owned:
+            raise ValueError(
+                f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer: pass "
+                "the module's own weight"
+            )
+    if not chosen:
+        raise ValueError("parameters is empty: pass None to reach every matrix")
+    return chosen

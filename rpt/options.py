@@ -1,144 +1,378 @@
-"""Options of a parameter group: names, ranges, and what a wrong value is told."""
+"""The options of the optimizer and of its parameter groups: one table of names, ranges, presets and words.
+
+From it come the defaults that `help()` shows, what a wrong value is told, the documentation of the class,
+and the numbers of the update rule.
+"""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
 
+import numpy as np
 from torch import Tensor
 
-from .polar import polar_schedule
-from .presets import preset_options
+from rpt.observers.caller import warn
+
 from .roots import RootBackend, resolve_roots
-from .rounding import ROUNDINGS
-from .update import Rule
+from .rule.polar import polar_schedule
+from .rule.update import Rule
 
 __all__ = [
-    "IMPLEMENTATION_KEYWORDS",
+    "DEFAULTS",
+    "NAMES",
+    "OBSERVE_EVERY",
     "OPTIONS",
-    "adamw_keywords",
-    "agree_on_capturable",
+    "Nonfinite",
+    "PolarSchedule",
+    "Preset",
+    "Rounding",
     "complete_group",
     "group_rule",
-    "validate_capturable",
-    "validate_options",
+    "options_text",
+    "preset_options",
+    "refuse_adamw_keywords",
+    "validated",
 ]
 
-# AdamW's keywords that choose an implementation, not a rule.
-IMPLEMENTATION_KEYWORDS = ("foreach", "fused", "differentiable", "amsgrad")
+Preset = Literal["drop_in", "paper"]
+PolarSchedule = Literal["tight", "quintic"]
+Nonfinite = Literal["skip", "raise"]
+Rounding = Literal["nearest", "stochastic"]
 
-OPTIONS = tuple(preset_options("paper"))
+# Takes the option's name with its group in front, and the value; returns a plain value or raises.
+Check = Callable[[str, Any], Any]
 
 
-def adamw_keywords(keywords: Mapping[str, Any]) -> None:
-    """Accept, warn about or refuse the keywords of `torch.optim.AdamW` that RPT does not have.
+@dataclass(frozen=True)
+class Option:
+    """One option of a parameter group.
+
+    Attributes:
+        name: as keyword and as key of the group.
+        drop_in, paper: its value in either preset.
+        check: what a value must be.
+        says: what it does.
+    """
+
+    name: str
+    drop_in: Any
+    paper: Any
+    check: Check
+    says: str
+
+
+# -- what a value must be --------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy, or an array of no dimensions, as Python's own."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return value.item()
+    return value
+
+
+def _number(
+    low: float = 0.0,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    closed: bool = False,
+    optional: bool = False,
+) -> Check:
+    """A number from `low` (or above it) to below `high` (or up to it); perhaps None."""
+
+    def check(name: str, value: Any) -> float | None:
+        value = _plain(value)
+        if value is None and optional:
+            return None
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{name} is a tensor of {value.numel()} elements, not one")
+            # Read once, when the option is given.
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}={value!r} must be a number")
+        if not ((low < value if above else low <= value) and (value < high or closed)) or (
+            closed and value > high
+        ):
+            bounds = f"{'above' if above else 'at least'} {low:g}"
+            limit = f"at most {high:g}" if closed else f"below {high:g}"
+            raise ValueError(
+                f"{name}={value!r} must be {bounds} and {limit if high < math.inf else 'finite'}"
+            )
+        return float(value)
+
+    return check
+
+
+def _rate(name: str, value: Any) -> float | Tensor:
+    """A learning rate: as a number, but a tensor stays one, and its value is never waited for."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    return _number()(name, value)  # type: ignore[return-value]
+
+
+def _betas(name: str, value: Any) -> tuple[float, float]:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be a pair (beta1, beta2)")
+    where = name.removesuffix("betas")
+    for i, beta in enumerate(value, 1):
+        if isinstance(beta, Tensor):
+            raise TypeError(f"{where}beta{i} is a tensor; give a plain number")
+        beta = _plain(beta)
+        if not isinstance(beta, (int, float)) or not 0.0 <= beta < 1.0:
+            raise ValueError(f"{where}beta{i}={beta!r} must be at least 0 and below 1")
+    return float(value[0]), float(value[1])
+
+
+def _positive(name: str, value: Any) -> int:
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive whole number")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    value = _plain(value)
+    if not isinstance(value, (bool, int)):
+        raise TypeError(f"{name}={value!r} must be True or False")
+    return bool(value)
+
+
+def _choice(literal: Any) -> Check:
+    values = get_args(literal)
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, values))}")
+        return value
+
+    return check
+
+
+def _roots(name: str, value: Any) -> str | RootBackend:
+    try:
+        resolve_roots(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name.removesuffix('roots')}{error}") from error
+    return value  # type: ignore[no-any-return]
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+# The published values are the RPT guide's or its specification's. What each default was chosen from is
+# in docs/defaults.md.
+# fmt: off
+OPTIONS: tuple[Option, ...] = (
+    # A script that leaves AdamW's rate and decay alone gets AdamW's own defaults.
+    Option("lr", 1e-3, 3e-3, _rate, "learning rate, a number or a one-element tensor."),
+    # β2 0.95: the value of the measurements that update_rms and polar_prior come from.
+    Option("betas", (0.9, 0.95), (0.9, 0.999), _betas, "decay of the momentum and of the covariance."),
+    # An absolute floor would make tiny gradients behave differently from large ones.
+    Option("eps", 0.0, 1e-8, _number(), "absolute floor, in units of the gradient."),
+    Option("weight_decay", 1e-2, 1e-4, _number(), "decoupled, as in AdamW."),
+    # A step is as long as AdamW's would be, by the law that AdamW's own length follows, and never more
+    # than a share of the matrix: that is what lets its rate carry over.
+    Option("update_rms", 1.2, None, _number(above=True, optional=True),
+           "root mean square that an update gets before the learning rate where successive requests are "
+           "noise; None leaves every update its own length."),
+    Option("signal_length", True, False, _flag,
+           "whether that length follows the signal: longer where requests agree, shorter where they "
+           "oppose each other, as AdamW's does (off: one fixed length)."),
+    Option("thin_as_vector", True, False, _flag,
+           "whether a matrix of one row or one column is stepped as a vector."),
+    Option("max_relative_step", 0.07, None, _number(above=True, optional=True),
+           "the largest share of its own root mean square by which one step may change a matrix, None "
+           "for no bound."),
+    # At weight 0 the battery's GPT ends 23 % higher, operator_1d at twice the loss.
+    Option("polar_prior", 1.0, 0.0, _number(0.0, 1.0, closed=True),
+           "polar weight of a matrix that no observation has reached."),
+    Option("polar_beta", 0.9, 0.9, _number(0.0, 1.0), "smoothing of the polar weight while it rises."),
+    Option("polar_release_beta", None, None, _number(0.0, 1.0, optional=True),
+           "smoothing while it falls; None means `polar_beta`."),
+    # A whitened request is nearly flat: three steps from a tight bound do what five do from ‖u‖_F.
+    Option("polar_steps", 3, 5, _positive, "Newton–Schulz steps of the polar factor."),
+    Option("polar_schedule", "tight", "quintic", _choice(PolarSchedule),
+           'their coefficients and start: "quintic" (Muon\'s, published) or "tight".'),
+    Option("matrix_ridge", 1e-4, 1e-4, _number(),
+           "smallest eigenvalue of a covariance that counts, relative to the mean one."),
+    Option("roots", "auto", "full(drift_from='exact')", _roots,
+           'the metric: "auto", "full", "blocked", "low_rank", "none", or a `RootBackend` instance.'),
+    # Age alone decides: no drift to measure, nothing for the host to wait for.
+    Option("root_drift_threshold", None, 0.05, _number(optional=True),
+           "relative change of a covariance at which its root is recomputed; None: age alone decides."),
+    Option("max_root_staleness", 50, 10, _positive,
+           "steps after which it is recomputed in any case."),
+    # A hidden schedule on top of the user's is no drop-in.
+    Option("gain_rate", 0.0, 0.02, _number(),
+           "rate of the coherence-controlled gain; 0 turns it off."),
+    Option("min_gain", 0.25, 0.25, _number(above=True), "its lower bound."),
+    Option("max_gain", 4.0, 4.0, _number(above=True), "its upper bound."),
+    Option("target_coherence", 0.0, 0.0, _number(-1.0, 1.0, closed=True),
+           "the frame coherence at which it stands still."),
+    Option("transport_eps", 1e-7, 1e-7, _number(above=True),
+           "length below which a request counts as zero."),
+    Option("transport", True, True, _flag,
+           "whether momentum is rotated into the live frame (off only for ablations)."),
+    Option("closure", True, True, _flag, "whether the axial lag is closed (off only for ablations)."),
+    Option("stacked", False, False, _flag,
+           "whether a parameter of three or more dimensions is a stack of matrices, its last two "
+           "dimensions, as experts are: each matrix then steps as a parameter of its own would. By "
+           "default such a parameter is one matrix, all dimensions after the first its columns."),
+    Option("maximize", False, False, _flag, "ascend instead."),
+    Option("capturable", False, False, _flag,
+           "keep every counter on the device, so that a CUDA graph can record a step: while one is "
+           "recorded nothing waits for the host, roots come from matrix products, and a fixed number of "
+           "them is made anew in each step; outside of a recording it changes nothing. The same in all "
+           "groups; see docs/speed.md."),
+    Option("nonfinite", "skip", "skip", _choice(Nonfinite),
+           '"skip" leaves a parameter with a non-finite gradient untouched, with one warning and a '
+           'telemetry count; "raise" raises before anything changes.'),
+    Option("rounding", "nearest", "nearest", _choice(Rounding),
+           'how a bfloat16 weight is rounded after its step in float32: to "nearest", or "stochastic", '
+           "which keeps on average what is smaller than the spacing of its numbers."),
+)
+# fmt: on
+
+NAMES = tuple(option.name for option in OPTIONS)
+_BY_NAME = {option.name: option for option in OPTIONS}
+
+# Steps from one observation to the next where `attach_model` is not told. The published rule measures
+# in every one; in every fourth costs a quarter (examples/bench/observers.py: 2 % of forward and
+# backward instead of 7 %) and leaves the polar weights within 0.03 of those of every step.
+OBSERVE_EVERY = {"drop_in": 4, "paper": 1}
+
+# What a group may hold beside options: torch's own entries, and the state of the gain.
+_OTHERS = (
+    "params",
+    "param_names",
+    "preset",
+    "gain",
+    "foreach",
+    "fused",
+    "differentiable",
+    "amsgrad",
+)
+
+
+class _Default:
+    """What an option is where the caller says nothing and the preset is "drop_in".
+
+    It reads like the value and is not one: the same value, given, is kept with every preset.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == (other.value if isinstance(other, _Default) else other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+# The signature's.
+DEFAULTS: dict[str, Any] = {option.name: _Default(option.drop_in) for option in OPTIONS}
+
+
+def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among some arguments that were given; an `lr` of None was not."""
+    return {
+        name: value
+        for name in NAMES
+        if not isinstance(value := arguments[name], _Default)
+        and not (name == "lr" and value is None)
+    }
+
+
+def preset_options(name: str) -> dict[str, Any]:
+    """A preset's options.
 
     Raises:
-        TypeError: a keyword nobody knows.
+        ValueError: no such preset.
+    """
+    if name not in get_args(Preset):
+        choices = ", ".join(map(repr, get_args(Preset)))
+        raise ValueError(f"preset={name!r} is unknown: choose one of {choices}")
+    return {option.name: getattr(option, name) for option in OPTIONS}
+
+
+def options_text() -> str:
+    """The options in words, each with its value in both presets where they differ."""
+    lines = []
+    for option in OPTIONS:
+        both = "" if option.drop_in == option.paper else f' {option.paper!r} with preset="paper".'
+        lines += textwrap.wrap(
+            f"{option.name}: {option.says}{both}",
+            100,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+        )
+    return "\n".join(lines)
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def refuse_adamw_keywords(keywords: Mapping[str, Any]) -> None:
+    """Accept, warn about or refuse those keywords of `torch.optim.AdamW` that choose an implementation.
+
+    Raises:
         ValueError: a keyword that asks for what RPT cannot do, with the remedy.
     """
-    for name, value in keywords.items():
-        if name not in IMPLEMENTATION_KEYWORDS:
-            raise TypeError(
-                f"ResidualPolarTransport has no option {name!r}; it takes {', '.join(OPTIONS)}"
-            )
-        if not value:
-            continue
-        if name == "amsgrad":
-            raise ValueError("amsgrad=True: RPT has no running maximum; leave amsgrad out")
-        if name == "differentiable":
-            raise ValueError("differentiable=True: RPT's step is not differentiable; leave it out")
-        warnings.warn(
-            f"{name}=True has no effect: RPT always updates parameters in batches", stacklevel=3
-        )
+    if keywords.get("amsgrad"):
+        raise ValueError("amsgrad=True: RPT has no running maximum; leave amsgrad out")
+    if keywords.get("differentiable"):
+        raise ValueError("differentiable=True: RPT's step is not differentiable; leave it out")
+    for name in ("foreach", "fused"):
+        if keywords.get(name):
+            warn(f"{name}=True has no effect: RPT always updates parameters in batches")
 
 
 def complete_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Fill a group's missing options in place: its own preset if it names one, else the defaults."""
-    if "preset" in group:
-        base = preset_options(group["preset"])
-    else:
-        # Not everything there is an option of ours: torch adds entries of its own after a load.
-        base = {name: defaults[name] for name in OPTIONS}
-    for name, value in base.items():
-        group.setdefault(name, value)
-    if isinstance(group["betas"], list):
-        group["betas"] = tuple(group["betas"])
+    base = preset_options(group["preset"]) if "preset" in group else defaults
+    for name in NAMES:
+        group.setdefault(name, base[name])
 
 
-def validate_options(options: Mapping[str, Any], where: str) -> None:
-    """Check every option's type and range.
+def warn_of_misspelt_keys(group: Mapping[str, Any], where: str) -> None:
+    """Say which keys of a group are no options but nearly are; others are the caller's own."""
+    for key in group:
+        if key not in _BY_NAME and key not in _OTHERS:
+            close = get_close_matches(str(key), [*NAMES, "preset"], n=1, cutoff=0.8)
+            if close:
+                warn(
+                    f"{where} has no option {key!r}, and it has no effect: did you mean {close[0]!r}?"
+                )
+
+
+def validated(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Every option checked, as plain values: numbers of other libraries become Python's.
 
     Raises:
         TypeError, ValueError: naming the option, its value, what it must be, and the group.
     """
-
-    def number(name: str, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
-        value = options[name]
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"{where}: {name} is a tensor of {value.numel()} elements, not one"
-                )
-            return
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{where}: {name}={value!r} must be a number")
-        inside = low < value < high if low_open else low <= value < high
-        if not inside:
-            bounds = f"{'above' if low_open else 'at least'} {low:g}"
-            bounds += f" and below {high:g}" if high < math.inf else " and finite"
-            raise ValueError(f"{where}: {name}={value!r} must be {bounds}")
-
-    for name in ("lr", "eps", "weight_decay", "matrix_ridge", "gain_rate"):
-        number(name, 0.0)
-    if options["root_drift_threshold"] is not None:
-        number("root_drift_threshold", 0.0)
-    betas = options["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"{where}: betas={betas!r} must be a pair (beta1, beta2)")
-    for i, beta in enumerate(betas, 1):
-        if isinstance(beta, Tensor):
-            raise TypeError(f"{where}: beta{i} is a tensor; give a plain number")
-        if not isinstance(beta, (int, float)) or not 0.0 <= beta < 1.0:
-            raise ValueError(f"{where}: beta{i}={beta!r} must be at least 0 and below 1")
-    number("polar_beta", 0.0, 1.0)
-    if options["polar_release_beta"] is not None:
-        number("polar_release_beta", 0.0, 1.0)
-    if options["update_rms"] is not None:
-        number("update_rms", 0.0, low_open=True)
-    for name in ("min_gain", "max_gain", "transport_eps"):
-        number(name, 0.0, low_open=True)
-    if options["min_gain"] > options["max_gain"]:
-        raise ValueError(f"{where}: min_gain={options['min_gain']} is above max_gain")
-    number("target_coherence", -1.0, 1.0 + 1e-12)
-    number("polar_prior", 0.0, 1.0 + 1e-12)
-    for name in ("polar_steps", "max_root_staleness"):
-        if (
-            isinstance(options[name], bool)
-            or not isinstance(options[name], int)
-            or options[name] < 1
-        ):
-            raise ValueError(f"{where}: {name}={options[name]!r} must be a positive whole number")
+    plain = {option.name: option.check(f"{where}: {option.name}", options[option.name])
+             for option in OPTIONS}  # fmt: skip
+    if plain["min_gain"] > plain["max_gain"]:
+        raise ValueError(f"{where}: min_gain={plain['min_gain']} is above max_gain")
     try:
-        polar_schedule(options["polar_schedule"], options["polar_steps"])
+        polar_schedule(plain["polar_schedule"], plain["polar_steps"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if options["nonfinite"] not in ("skip", "raise"):
-        raise ValueError(f"{where}: nonfinite={options['nonfinite']!r} must be 'skip' or 'raise'")
-    if options["rounding"] not in ROUNDINGS:
-        raise ValueError(
-            f"{where}: rounding={options['rounding']!r} must be 'nearest' or 'stochastic'"
-        )
-    if not isinstance(options["roots"], RootBackend):
-        try:
-            resolve_roots(options["roots"])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {error}") from error
+    return plain
 
 
-def validate_capturable(options: Mapping[str, Any], backend: RootBackend, where: str) -> None:
+def refuse_uncapturable(options: Mapping[str, Any], backend: RootBackend, where: str) -> None:
     """Refuse what a step without host decisions cannot do.
 
     Raises:
@@ -177,28 +411,30 @@ def agree_on_capturable(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def group_rule(group: Mapping[str, Any]) -> Rule:
-    """The numbers of a group as the update rule takes them."""
-
-    def plain(value: Any) -> Any:
-        # Arrays take no tensor beside them, and a number of NumPy's own would widen them to float64.
-        # Where the host must not wait, all is tensors and the option may stay one.
-        return value if group["capturable"] else float(value)
-
-    beta1, beta2 = map(plain, group["betas"])
-    release, rms = group["polar_release_beta"], group["update_rms"]
+    """The numbers of a group, validated, as the update rule takes them."""
+    beta1, beta2 = group["betas"]
+    release = group["polar_release_beta"]
     return Rule(
         beta1=beta1,
         beta2=beta2,
-        eps=plain(group["eps"]),
-        matrix_ridge=group["matrix_ridge"],
-        polar_beta=group["polar_beta"],
         polar_release_beta=group["polar_beta"] if release is None else release,
         polar_schedule=polar_schedule(group["polar_schedule"], group["polar_steps"]),
-        transport_eps=plain(group["transport_eps"]),
-        root_drift_threshold=group["root_drift_threshold"],
-        max_root_staleness=group["max_root_staleness"],
-        update_rms=None if rms is None else plain(rms),
-        transport=group["transport"],
-        closure=group["closure"],
-        host_reads=not group["capturable"],
+        **{name: group[name] for name in _RULE},
     )
+
+
+_RULE = (
+    "eps",
+    "matrix_ridge",
+    "polar_prior",
+    "polar_beta",
+    "transport_eps",
+    "root_drift_threshold",
+    "max_root_staleness",
+    "update_rms",
+    "signal_length",
+    "max_relative_step",
+    "transport",
+    "closure",
+    "maximize",
+)

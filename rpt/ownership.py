@@ -6,19 +6,16 @@ nothing but hand tensors through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .rounding import round_into
-
 if TYPE_CHECKING:
     from rpt.observers.staging import Committed
-
-    from .update import Step
 
 __all__ = [
     "MODES",
@@ -26,18 +23,18 @@ __all__ = [
     "Live",
     "Outcome",
     "Ownership",
-    "SingleProcess",
+    "OwnershipMode",
     "StepSize",
-    "apply_updates",
     "choose_ownership",
     "is_sharded",
-    "largest_entries",
+    "unreadable",
 ]
 
 # (group index, parameter, gradient)
 Live = tuple[int, Tensor, Tensor]
 
-MODES = ("auto", "owner", "replicated", "local")
+OwnershipMode = Literal["auto", "owner", "replicated", "local"]
+MODES = get_args(OwnershipMode)
 
 
 class Agreement(NamedTuple):
@@ -76,7 +73,7 @@ class StepSize(NamedTuple):
     Attributes:
         decay: 1 - lr·g·weight_decay: one for all, or a list of 0-d tensors, one for each.
         rate: lr·g.
-        rounding: of `rpt.rounding.ROUNDINGS`.
+        rounding: "nearest" or "stochastic".
     """
 
     decay: float | Tensor | list[Tensor]
@@ -88,7 +85,7 @@ class StepSize(NamedTuple):
 class Ownership(Protocol):
     """What the optimizer asks about parameters and ranks, in the order in which it asks."""
 
-    def agree(self, live: Sequence[Live], observed: Committed) -> Agreement:
+    def agree(self, live: list[Live], observed: Committed) -> Agreement:
         """Begin a step: from this rank's gradients and observations."""
         ...
 
@@ -100,8 +97,12 @@ class Ownership(Protocol):
         """Whether its state lives here and its update is computed here."""
         ...
 
-    def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
+    def portions(self, live: list[Live]) -> Iterable[list[Live]]:
         """What to compute here, part by part, with gradients of whole parameters, plain tensors."""
+        ...
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """‖W‖ of whole parameters that are being computed here, (k,)."""
         ...
 
     def deliver(
@@ -109,9 +110,18 @@ class Ownership(Protocol):
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
         size: StepSize,
-        step: Step,
+        compared: Tensor,
+        refreshed: Sequence[int],
     ) -> None:
-        """W <- decay · W - rate · u for every parameter, on every rank that holds a part of it."""
+        """W <- decay · W - rate · u for every parameter, on every rank that holds a part of it.
+
+        Args:
+            parameters: k of them, each whole.
+            updates: u of each, in its shape.
+            size: how they reach the weights.
+            compared: which frames were compared with an earlier one, bool (k,).
+            refreshed: which ones' roots were made anew.
+        """
         ...
 
     def fail(self, error: Exception) -> None:
@@ -131,54 +141,18 @@ class Ownership(Protocol):
         ...
 
 
-class SingleProcess:
-    """Everything is here."""
-
-    def agree(self, live: Sequence[Live], observed: Committed) -> Agreement:
-        peaks = largest_entries([gradient for *_, gradient in live])
-        # One host synchronisation: which parameters take part is the host's decision.
-        return Agreement(list(live), peaks.tolist(), observed)
-
-    def refuse(self, error: Exception) -> None:
-        pass
-
-    def owns(self, parameter: Tensor) -> bool:
-        return True
-
-    def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
-        yield list(live)
-
-    def deliver(
-        self,
-        parameters: Sequence[Tensor],
-        updates: Sequence[Tensor],
-        size: StepSize,
-        step: Step,
-    ) -> None:
-        apply_updates(parameters, updates, size)
-
-    def fail(self, error: Exception) -> None:
-        pass
-
-    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        return outcomes
-
-    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
-        return state
-
-    def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
-        pass
-
-
 def choose_ownership(
-    mode: str | Ownership, optimizer: Optimizer, previous: Ownership | None = None
-) -> Ownership:
+    mode: OwnershipMode | Ownership, optimizer: Optimizer, previous: Ownership | None = None
+) -> Ownership | None:
     """The object for a mode of `MODES`; `rpt.distributed` says what each does on several ranks.
 
     Args:
         mode: the optimizer's `ownership` option.
         optimizer: whose parameters are shared; its groups and state are read anew in every step.
         previous: what was chosen before parameters were added: they keep their owners.
+
+    Returns:
+        None where this process is alone with its parameters.
     """
     if not isinstance(mode, str):
         return mode
@@ -189,27 +163,11 @@ def choose_ownership(
         and torch.distributed.get_world_size() > 1
     )
     if not sharded and (mode == "local" or not several):
-        return SingleProcess()
+        return None
     # Imported here so that a single process never loads it.
     from .distributed import distribute
 
     return distribute(mode, optimizer, previous)
-
-
-def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
-    """Largest absolute entry of each gradient, (k,), float64 if any is; NaN or inf stay what they are."""
-    if not gradients:
-        return torch.zeros(0)
-    device = gradients[0].device
-    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
-    dtype = torch.float64 if wide else torch.float32
-    if device.type != "cpu":
-        norms = torch._foreach_norm(list(gradients), float("inf"))
-        return torch.stack([norm.to(device, dtype) for norm in norms])
-    # On a CPU an infinity norm takes ten times as long as both extremes do.
-    lows, highs = zip(*(torch.aminmax(gradient) for gradient in gradients), strict=True)
-    low = torch.stack([value.to(device, dtype) for value in lows])
-    return torch.maximum(-low, torch.stack([value.to(device, dtype) for value in highs]))
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -217,39 +175,9 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "full_tensor")
 
 
-def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize) -> None:
-    """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
-    if not parameters:
-        return
-    decay, rate = size.decay, size.rate
-    if isinstance(rate, Tensor):
-        updates = torch._foreach_mul(list(updates), rate)
-        rate = 1.0
-    low = [
-        i for i, (p, u) in enumerate(zip(parameters, updates, strict=True)) if p.dtype != u.dtype
-    ]
-    if not low:
-        _decay_and_add(list(parameters), list(updates), decay, rate)
-        return
-    # Allocated before anything is written: running out of memory then changes no weight.
-    wide = [parameters[i].to(updates[i].dtype) for i in low]
-    if len(low) < len(parameters):
-        same = [i for i in range(len(parameters)) if i not in set(low)]
-        some = [decay[i] for i in same] if isinstance(decay, list) else decay
-        _decay_and_add([parameters[i] for i in same], [updates[i] for i in same], some, rate)
-    if isinstance(decay, list):
-        decay = [decay[i] for i in low]
-    _decay_and_add(wide, [updates[i] for i in low], decay, rate)
-    for i, value in zip(low, wide, strict=True):
-        round_into(parameters[i], value, updates[i], size.rounding)
-
-
-def _decay_and_add(
-    parameters: list[Tensor],
-    updates: list[Tensor],
-    decay: float | Tensor | list[Tensor],
-    rate: float,
-) -> None:
-    if isinstance(decay, (Tensor, list)) or decay != 1.0:
-        torch._foreach_mul_(parameters, decay)
-    torch._foreach_add_(parameters, updates, alpha=-rate)
+def unreadable(parameter: Tensor) -> bool:
+    """Whether its entries have no values: a meta tensor, or a fake one of a tracer."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return parameter.device.type == "meta" or (
+        fakes is not None and isinstance(parameter, fakes.FakeTensor)
+    )

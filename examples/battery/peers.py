@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from examples.peers import Float32Muon, hidden_matrices
-from rpt.presets import preset_options
+from rpt.options import preset_options
 
 from .bundle import Averaged, Bundle
 from .residual import RPT_VARIANTS

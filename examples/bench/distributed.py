@@ -27,7 +27,7 @@ import rpt
 from rpt.demo.model import LanguageModel
 from rpt.demo.text import VOCABULARY_SIZE
 from rpt.distributed import CostModel, Item, Plan, make_plan
-from rpt.presets import preset_options
+from rpt.options import preset_options
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 

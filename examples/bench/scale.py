@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import rpt
-from rpt.distributed.planner import CostModel, Item, make_plan
+from rpt.distributed import CostModel, Item, make_plan
 from rpt.roots import Damping, RootBackend, resolve_roots
 
 from .distributed import llama

@@ -74,7 +74,7 @@ from .ops.space import (
     upsample2x,
 )
 from .optim.adamw import RiemannianAdamW, parameter_groups
-from .optim.manifold import LorentzManifold, LorentzParameter, pack, unpack
+from .optim.manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
 
 __all__ = [
     "ABLATION",
@@ -90,6 +90,7 @@ __all__ = [
     "HalfSpace",
     "HeadGain",
     "HorosphericalEncoding",
+    "KeepsManifold",
     "Lorentz",
     "LorentzEmbedding",
     "LorentzMLR",

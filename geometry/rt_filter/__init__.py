@@ -2,38 +2,34 @@
 
 `rt_filter` is the filter as a plain function; `PolarAttention` one learned step of it,
 `RobustFilterAttention` its isotropic ancestor, `PolarTransformerBlock` and `PolarTransformer` what
-is built from them. Underneath are pure functions: the model (`model`), transport in time
-(`transport`), the likelihood (`likelihood`), the sphere (`sphere`), the step formulas (`logits`).
+is built from them. Underneath are pure functions: the model and its likelihood (`model`), transport
+in time (`transport`), the sphere (`sphere`), the step formulas (`logits`), and the ways to compute one
+attention (`paths`).
 
 Source: P. Racioppo, "The Transformer as a Polar State Estimator" (the RT-Filter paper).
 """
 
-from .attention import FilterStep, PolarAttention
-from .base import AttentionWeights
+from ..softmax import masked_softmax
+from .attention import PolarAttention
+from .base import AttentionWeights, FilterStep
 from .cache import FilterCache
-from .dense import PolarEstimate, PolarInputs, polar_estimate
 from .filter import RTFilterResult, isotropic_filter, rt_filter
-from .kernel import kernel_estimate
-from .likelihood import (
-    exact_radial_term,
-    exact_tangential_term,
-    first_order_radial_term,
-    first_order_tangential_term,
-    negative_log_likelihood,
-)
 from .logits import (
     PolarSettings,
     directional_logits,
     lag_tables,
-    masked_softmax,
     radial_logits,
     robust_filter_logits,
 )
-from .masks import Visibility
 from .model import (
     complex_to_real,
+    exact_radial_term,
+    exact_tangential_term,
+    first_order_radial_term,
+    first_order_tangential_term,
     inner_product,
     multiply_by_i,
+    negative_log_likelihood,
     propagate_covariance,
     radial_projector,
     radial_tangential_covariance,
@@ -43,6 +39,8 @@ from .model import (
     unit_direction,
 )
 from .parameters import FilterScalars
+from .paths.dense import PolarEstimate, PolarInputs, polar_estimate
+from .paths.slabs import kernel_estimate
 from .robust import RobustFilterAttention, robust_filter_estimate
 from .simulation import Trajectories, simulate_trajectories
 from .sphere import geodesic_angle, slerp, sphere_exp, sphere_log, tangent_project
@@ -55,6 +53,7 @@ from .transport import (
     rotation_angles,
     transport_state,
 )
+from .visibility import Visibility
 
 __all__ = [
     "AttentionWeights",

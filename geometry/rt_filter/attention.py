@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_choice, check_number, renamed
 from .base import (
     AttentionOptions,
     AttentionWeights,
     FilterAttention,
-    TokenStream,
-    check_choice,
-    quarantine,
+    Projected,
     unit,
 )
 from .cache import FilterCache
-from .dense import PolarEstimate, PolarInputs
 from .logits import PolarSettings
+from .model import multiply_by_i
 from .parameters import (
     DecayRates,
     FilterScalars,
@@ -27,15 +26,17 @@ from .parameters import (
     UnitIntervalParameter,
     decay_rates,
 )
-from .paths import Request, estimate
-from .standard import standard_attention, standard_scale
+from .paths import PolarEstimate, PolarInputs, Request, estimate
+from .paths.standard import standard_attention, standard_scale
+from .sphere import tangent_project
+from .stream import TokenStream
 from .transport import apply_rotation, context_angles, rotation
-from .update import FilterStep, across, bayes_gain
+from .visibility import quarantine
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["FilterStep", "PolarAttention"]
+__all__ = ["PolarAttention"]
 
 
 class PolarAttention(FilterAttention):
@@ -47,7 +48,7 @@ class PolarAttention(FilterAttention):
     remains is softmax attention with rotary positions.
 
     Args:
-        d_model, num_heads, head_dim, causal, dropout, base, conjugate_frequencies,
+        embed_dim, num_heads, head_dim, is_causal, dropout, base, conjugate_frequencies,
             learn_frequencies: as `base.FilterAttention` says.
         weights: "student_t" or "exponential" influence weights.
         magnitude_precision: precision κ grows with the square of the transported magnitude.
@@ -71,9 +72,10 @@ class PolarAttention(FilterAttention):
         ValueError: sizes or options that make no sense together.
     """
 
+    @renamed(d_model="embed_dim", causal="is_causal")
     def __init__(
         self,
-        d_model: int,
+        embed_dim: int,
         num_heads: int,
         *,
         weights: Literal["student_t", "exponential"] = "student_t",
@@ -105,9 +107,13 @@ class PolarAttention(FilterAttention):
             ("m_units", m_units, ("rms", "raw")),
         ):
             check_choice(name, value, choices)
-        if process_noise < 0 or (process_noise and not decay):
-            raise ValueError("process_noise needs decay=True and a value ≥ 0")
-        super().__init__(d_model, num_heads, backend=backend, **options)
+        check_number("process_noise", process_noise, 0.0)
+        if process_noise and not decay:
+            raise ValueError("process_noise needs decay=True")
+        check_number("nu", nu, above=0.0)
+        check_number("temperature", temperature, above=0.0)
+        check_number("step", step, above=0.0, below=1.0)
+        super().__init__(embed_dim, num_heads, backend=backend, **options)
         self.settings = PolarSettings(
             weights,
             magnitude_precision,
@@ -157,12 +163,13 @@ class PolarAttention(FilterAttention):
             self.radial_step = UnitIntervalParameter(step, per_head)
         self.context_projection: nn.Linear | None = None
         if context_rotation:
-            self.context_projection = nn.Linear(d_model, num_heads * self.head_dim, bias=False)
+            self.context_projection = nn.Linear(embed_dim, num_heads * self.head_dim, bias=False)
             nn.init.zeros_(self.context_projection.weight)
 
     @classmethod
+    @renamed(d_model="embed_dim", causal="is_causal")
     def standard(
-        cls, d_model: int, num_heads: int, *, normalize: bool = False, **options: Any
+        cls, embed_dim: int, num_heads: int, *, normalize: bool = False, **options: Any
     ) -> PolarAttention:
         """Every correction off: softmax attention with rotary positions.
 
@@ -170,15 +177,15 @@ class PolarAttention(FilterAttention):
         are those of ordinary attention (the learned temperature and step sizes per head remain).
         """
         if "head_dim" not in options:
-            if d_model % (2 * num_heads):
-                raise ValueError(f"d_model={d_model} must be divisible by 2·num_heads")
-            options["head_dim"] = d_model // (2 * num_heads)
+            if embed_dim % (2 * num_heads):
+                raise ValueError(f"embed_dim={embed_dim} must be divisible by 2·num_heads")
+            options["head_dim"] = embed_dim // (2 * num_heads)
         # Logits are β·2κ̃/(ν d) q·k with κ̃ = 1/3 at the start.
         nu, head_dim = options.get("nu", 4.0), options["head_dim"]
         options.setdefault("temperature", 1.5 * nu * head_dim / math.sqrt(2 * head_dim))
         options.setdefault("conjugate_frequencies", False)
         return cls(
-            d_model,
+            embed_dim,
             num_heads,
             weights="exponential",
             magnitude_precision=False,
@@ -198,114 +205,24 @@ class PolarAttention(FilterAttention):
             scale = scale * (self.query_gain() * self.key_gain())
         return found._replace(sphere_scale=scale)
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        times: Tensor | None = None,
-        memory_times: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        cache: FilterCache | None = None,
-        causal: bool | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, AttentionWeights]:
-        """The increment Δx of the residual stream, (batch, tokens, d_model), in x's dtype.
-
-        Args:
-            x: (batch, tokens, d_model).
-            memory: (batch, keys, d_model) for cross-attention: x's own states are updated by
-                observations from `memory`. Causal only if `causal=True` says so.
-            times: absolute time of each token, (tokens,), (1, tokens) or (batch, tokens), any
-                origin and order; default 0, 1, 2, …. Large values need float64 or integers.
-            memory_times: likewise for memory, on the same clock.
-            key_padding_mask: boolean (batch, keys), True where a key is padding. With a cache: of
-                the new tokens, or of all.
-            attn_mask: boolean (True: may attend) or additive, (queries, keys), (batch, queries,
-                keys) or (batch, heads, queries, keys).
-            cache: a `FilterCache`; x then continues it. Committed at the end of the call.
-            causal: overrides the constructor's choice.
-            need_weights: also return the weights; takes the dense path.
-
-        Raises:
-            ValueError, TypeError: on shapes, masks or times that do not fit, before any change of
-                the cache.
-        """
-        step = self.filter(
-            x,
-            memory,
-            times=times,
-            memory_times=memory_times,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            cache=cache,
-            causal=causal,
-            need_weights=need_weights,
-        )
-        if cache is not None:
-            cache.commit()
-        if need_weights:
-            assert step.weights is not None
-            return step.output, step.weights
-        return step.output
-
-    def filter(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        times: Tensor | None = None,
-        memory_times: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        cache: FilterCache | None = None,
-        layer: int = 0,
-        causal: bool | None = None,
-        need_weights: bool = False,
-        prior_log_precision: Tensor | None = None,
-    ) -> FilterStep:
-        """`forward` for stacks of layers: stages tokens in layer `layer` of a shared cache without
-        committing, and carries the precision of extension G.3, (batch, heads, tokens)."""
-        stream = self._stream(
-            x, memory, times, memory_times, key_padding_mask, attn_mask, cache, causal
-        )
-        if memory is not None and self.context_projection is not None:
-            raise ValueError("context-dependent rotations follow one stream; pass no memory")
-        view = stream.view
-        x, memory, query, key, value = self._project(x, memory, view.padding)
-        own = value if memory is None else self.value_projection(x)
-        context = None if self.context_projection is None else self.context_projection(x)
-        with torch.autocast(device_type=x.device.type, enabled=False):
-            update, weights, log_precision = self._step(
-                (self._heads(query), self._heads(key), self._heads(value)),
-                None if memory is None else self._heads(own),
-                context,
-                stream,
-                cache,
-                layer,
-                need_weights,
-                prior_log_precision,
-            )
-        return FilterStep(self._merge(update, x), weights, log_precision)
-
     def _step(
         self,
-        projected: tuple[Tensor, Tensor, Tensor],
-        own: Tensor | None,
-        context: Tensor | None,
+        tokens: Projected,
         stream: TokenStream,
         cache: FilterCache | None,
         layer: int,
         need_weights: bool,
         prior_log_precision: Tensor | None,
-    ) -> tuple[Tensor, AttentionWeights | None, Tensor | None]:
-        query, key, value = projected
+    ) -> tuple[Tensor, Tensor, AttentionWeights | None, Tensor | None]:
+        query, key, value, own = tokens.query, tokens.key, tokens.value, tokens.own
         view = stream.view
         query_angles = self._angles(view.query_times)
         key_angles = query_angles if own is None else self._angles(view.key_times)
         extra: tuple[Tensor, ...] = ()
-        if context is not None:
+        if self.context_projection is not None:
+            if own is not None:
+                raise ValueError("context-dependent rotations follow one stream; pass no memory")
+            context = self.context_projection(tokens.x.to(self.context_projection.weight.dtype))
             before = None if cache is None else cache.committed(layer)
             earlier = None if before is None else before[3]
             turned = context_angles(context, self.num_heads, view.padding, earlier)
@@ -324,23 +241,21 @@ class PolarAttention(FilterAttention):
         else:
             own_magnitude, own = self._state(own, turn)
         if cache is not None:
-            staged = cache.stage(layer, (key, value, magnitude, *extra))
+            staged = cache.stage(layer, (key, value, magnitude, *extra), stream.tokens)
             key, value, magnitude = staged[:3]
-            cache.stage_tokens(stream.all_times, stream.all_padding, stream.ahead is not None)
         (key, value, magnitude), poisoned = quarantine(view, key, value, magnitude)
         inputs = PolarInputs(query, key, value, own_magnitude, magnitude)
         scalars = self.filter_scalars()
         scalars = FilterScalars(*(s.to(query.dtype) for s in scalars))
         found = self._estimate(inputs, stream, scalars, need_weights)
         update, log_precision = self._update(found, own, own_magnitude, prior_log_precision)
-        update = update.masked_fill(poisoned[..., None], float("nan"))
         if self.rotate_values:
             update = apply_rotation(update, *turn)
         weights = None
         if need_weights:
             assert found.directional_weights is not None
             weights = AttentionWeights(found.directional_weights, found.radial_weights)
-        return update, weights, log_precision
+        return update, tokens.lost | poisoned.any(1), weights, log_precision
 
     def _state(self, value: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Magnitude (batch, heads, tokens) and rotated unit direction of a state."""
@@ -357,7 +272,8 @@ class PolarAttention(FilterAttention):
         dropout = self.dropout if self.training else 0.0
         if self.is_standard and (not self.normalize or self.backend == "auto"):
             scale = standard_scale(scalars, 1 if self.normalize else self.head_dim)
-            return standard_attention(inputs, stream.view, scale, dropout, need_weights)
+            dense = need_weights or self.backend == "dense"
+            return standard_attention(inputs, stream.view, scale, dropout, dense)
         request = Request(
             self.backend,
             self._use_dense(inputs.query, inputs.key.shape[2], need_weights),
@@ -397,3 +313,29 @@ class PolarAttention(FilterAttention):
         if self.normalize:
             return update * (self.value_gain().to(own.dtype) * length), log_precision
         return update * length, log_precision
+
+
+def across(own: Tensor, direction: Tensor, *, exact: bool) -> Tensor:
+    """The part of `direction` across a state's own unit direction; both (…, 2d).
+
+    With the exact directional estimate of G.1 the complex projector: no component along iV, either.
+    """
+    tangential = tangent_project(own, direction)
+    return tangent_project(multiply_by_i(own), tangential) if exact else tangential
+
+
+def bayes_gain(
+    log_found: Tensor, log_before: Tensor | None, *, carry: Tensor, floor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K = λ_ū/(λ⁻ + λ_ū) and log λ⁺ = log(λ⁻ + λ_ū), λ⁻ = carry·λ⁺_before + λ_0 (G.3).
+
+    Args:
+        log_found: log λ_ū, (batch, heads, tokens).
+        log_before: log λ⁺ of the layer before, or None in the first.
+        carry, floor: carry and λ_0, (heads,).
+    """
+    prior = torch.log(floor).to(log_found.dtype)[:, None].expand_as(log_found)
+    if log_before is not None:
+        carried = torch.log(carry).to(log_found.dtype)[:, None]
+        prior = torch.logaddexp(log_before.to(log_found.dtype) + carried, prior)
+    return torch.sigmoid(log_found - prior), torch.logaddexp(log_found, prior)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_choice, check_count, check_number, renamed
+from ..softmax import damaged
 from .cache import FilterCache
-from .masks import Visibility, check_attention_mask, check_padding_mask, rows_that_see
 from .parameters import FilterScalars, RotaryFrequencies
-from .transport import apply_rotation, check_times, relative_times, rotation, rotation_angles
+from .stream import TokenStream, check_features, token_stream
+from .transport import rotation_angles
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
+    "AttentionCall",
     "AttentionOptions",
     "AttentionWeights",
     "FilterAttention",
-    "TokenStream",
-    "check_choice",
-    "quarantine",
-    "rotate_pair",
-    "rotation",
+    "FilterStep",
+    "Projected",
     "unit",
 ]
 
@@ -38,43 +41,69 @@ class AttentionWeights(NamedTuple):
     radial: Tensor | None
 
 
-class TokenStream(NamedTuple):
-    """Times and visibility of one call, settled before anything is computed.
+class FilterStep(NamedTuple):
+    """The result of one filtering step.
 
-    ahead: keys before query 0 where both stand on the default grid 0, 1, 2, …; None where times
-        were given, or the streams differ.
+    output: (batch, tokens, embed_dim), the increment of the residual stream, in the input's dtype.
+    weights: attention weights, or None.
+    log_precision: with gain="bayes", log λ⁺ of each token's direction, (batch, heads, tokens).
     """
 
-    view: Visibility
-    ahead: int | None
-    all_times: Tensor
-    all_padding: Tensor | None
+    output: Tensor
+    weights: AttentionWeights | None
+    log_precision: Tensor | None = None
+
+
+class Projected(NamedTuple):
+    """Tokens and their projections, (batch, heads, tokens, 2d) in float32 or better.
+
+    x: the tokens, zero where padded or not finite. lost: (batch, tokens), True in the latter case.
+    own: the value of x itself where `value` is that of a memory, or None.
+    """
+
+    x: Tensor
+    lost: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    own: Tensor | None
 
 
 class AttentionOptions(TypedDict, total=False):
     """Keywords that all filter attention layers share; `FilterAttention` documents them."""
 
     head_dim: int | None
-    causal: bool
+    is_causal: bool
     dropout: float
     base: float
     conjugate_frequencies: bool
     learn_frequencies: bool
 
 
+class AttentionCall(TypedDict, total=False):
+    """Keywords of one call; `FilterAttention.forward` documents them."""
+
+    times: Tensor | None
+    memory_times: Tensor | None
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    cache: FilterCache | None
+    is_causal: bool | None
+
+
 class FilterAttention(nn.Module):
     """Multi-head scaffold over lifted complex heads; subclasses say what is estimated.
 
-    Inputs are (batch, tokens, d_model). Weights are plain bias-free linear maps, real to complex
-    and back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
+    Inputs are (batch, tokens, embed_dim), batch first. Weights are plain bias-free linear maps, real
+    to complex and back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
 
     Args:
-        d_model: features of the residual stream.
+        embed_dim: features of the residual stream.
         num_heads: heads H.
-        head_dim: complex features d per head, default d_model // num_heads: the projections then
-            map d_model real to 2·d_model real numbers (appendix F.1). d_model // (2·num_heads)
+        head_dim: complex features d per head, default embed_dim // num_heads: the projections then
+            map embed_dim real to 2·embed_dim real numbers (appendix F.1). embed_dim // (2·num_heads)
             gives the widths, and the parameters, of ordinary attention.
-        causal: whether a token sees only tokens not later than itself, by time.
+        is_causal: whether a token sees only tokens not later than itself, by time.
         dropout: dropout on the (directional) attention weights while training.
         base, conjugate_frequencies, learn_frequencies: angular frequencies, see
             `transport.rotary_frequencies`; they stay float32 whatever the module is cast to.
@@ -87,13 +116,14 @@ class FilterAttention(nn.Module):
 
     scalars: nn.ModuleDict
 
+    @renamed(d_model="embed_dim", causal="is_causal")
     def __init__(
         self,
-        d_model: int,
+        embed_dim: int,
         num_heads: int,
         *,
         head_dim: int | None = None,
-        causal: bool = True,
+        is_causal: bool = True,
         dropout: float = 0.0,
         base: float = 10000.0,
         conjugate_frequencies: bool = True,
@@ -102,24 +132,25 @@ class FilterAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if d_model < 1 or num_heads < 1:
-            raise ValueError(f"need d_model, num_heads ≥ 1, got {d_model} and {num_heads}")
+        check_count("embed_dim", embed_dim)
+        check_count("num_heads", num_heads)
         if head_dim is None:
-            if d_model % num_heads:
+            if embed_dim % num_heads:
                 raise ValueError(
-                    f"d_model={d_model} is not divisible by num_heads={num_heads}; pass head_dim"
+                    f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; pass head_dim"
                 )
-            head_dim = d_model // num_heads
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+            head_dim = embed_dim // num_heads
+        check_count("head_dim", head_dim)
+        check_number("dropout", dropout, 0.0, below=1.0)
+        check_number("base", base, above=0.0)
         check_choice("backend", backend, BACKENDS)
-        self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim
-        self.causal, self.dropout, self.backend = causal, dropout, backend
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
+        self.is_causal, self.dropout, self.backend = is_causal, dropout, backend
         width = 2 * head_dim * num_heads
-        self.query_projection = nn.Linear(d_model, width, bias=False)
-        self.key_projection = nn.Linear(d_model, width, bias=False)
-        self.value_projection = nn.Linear(d_model, width, bias=False)
-        self.output_projection = nn.Linear(width, d_model, bias=False)
+        self.query_projection = nn.Linear(embed_dim, width, bias=False)
+        self.key_projection = nn.Linear(embed_dim, width, bias=False)
+        self.value_projection = nn.Linear(embed_dim, width, bias=False)
+        self.output_projection = nn.Linear(width, embed_dim, bias=False)
         self.rotary = rotary
         self.frequencies = RotaryFrequencies(
             head_dim, base, conjugate_pairs=conjugate_frequencies, learned=learn_frequencies
@@ -128,9 +159,9 @@ class FilterAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Isotropic complex initialisation (appendix F.3): real and imaginary parts alike, variance
-        1/d_model into the head, 1/width out of it."""
+        1/embed_dim into the head, 1/width out of it."""
         for projection in (self.query_projection, self.key_projection, self.value_projection):
-            nn.init.normal_(projection.weight, std=self.d_model**-0.5)
+            nn.init.normal_(projection.weight, std=self.embed_dim**-0.5)
         nn.init.normal_(
             self.output_projection.weight, std=(2 * self.head_dim * self.num_heads) ** -0.5
         )
@@ -145,9 +176,99 @@ class FilterAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"d_model={self.d_model}, num_heads={self.num_heads}, head_dim={self.head_dim},"
-            f" causal={self.causal}, backend={self.backend!r}"
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim},"
+            f" is_causal={self.is_causal}, backend={self.backend!r}"
         )
+
+    @renamed(causal="is_causal")
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        times: Tensor | None = None,
+        memory_times: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cache: FilterCache | None = None,
+        is_causal: bool | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, AttentionWeights]:
+        """What attention adds to the residual stream, (batch, tokens, embed_dim), in x's dtype.
+
+        Args:
+            x: (batch, tokens, embed_dim). A token that is not finite makes its own row NaN and those
+                that see it, and no other; gradients of the others stay as they are.
+            memory: (batch, keys, embed_dim) for cross-attention: x's own states are updated by
+                observations from `memory`. Causal only if `is_causal=True` says so.
+            times: absolute time of each token, (tokens,), (1, tokens) or (batch, tokens), any
+                origin and order; default 0, 1, 2, …. Large values need float64 or integers.
+            memory_times: likewise for memory, on the same clock.
+            key_padding_mask: boolean (batch, keys), True where a key is padding. With a cache: of
+                the new tokens, or of all.
+            attn_mask: boolean (True: may attend) or additive, (queries, keys), (batch, queries,
+                keys) or (batch, heads, queries, keys).
+            cache: a `FilterCache`; x then continues it. Committed at the end of the call.
+            is_causal: overrides the constructor's choice.
+            need_weights: also return the weights; takes the dense path.
+
+        Raises:
+            ValueError, TypeError: on shapes, masks or times that do not fit, before any change of
+                the cache.
+        """
+        if cache is not None:
+            check_features(x, self.embed_dim, "x")
+            cache.open(x.shape[0], 1)
+        step = self.filter(
+            x,
+            memory,
+            times=times,
+            memory_times=memory_times,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            cache=cache,
+            is_causal=is_causal,
+            need_weights=need_weights,
+        )
+        if cache is not None:
+            cache.commit()
+        if need_weights:
+            assert step.weights is not None
+            return step.output, step.weights
+        return step.output
+
+    def filter(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        layer: int = 0,
+        need_weights: bool = False,
+        prior_log_precision: Tensor | None = None,
+        **call: Unpack[AttentionCall],
+    ) -> FilterStep:
+        """`forward` for stacks of layers: stages tokens in layer `layer` of a shared cache without
+        committing, and carries the precision of extension G.3, (batch, heads, tokens)."""
+        stream = self._stream(x, memory, **call)
+        tokens = self._project(x, memory, stream.view.padding)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            update, lost, weights, log_precision = self._step(
+                tokens, stream, call.get("cache"), layer, need_weights, prior_log_precision
+            )
+        return FilterStep(self._merge(update, lost, x), weights, log_precision)
+
+    def _step(
+        self,
+        tokens: Projected,
+        stream: TokenStream,
+        cache: FilterCache | None,
+        layer: int,
+        need_weights: bool,
+        prior_log_precision: Tensor | None,
+    ) -> tuple[Tensor, Tensor, AttentionWeights | None, Tensor | None]:
+        """The increment per head (batch, heads, tokens, 2d), which rows are lost (batch, tokens),
+        weights, and the precision handed on."""
+        raise NotImplementedError
 
     def _hold_scalars(self, modules: Mapping[str, nn.Module | None]) -> None:
         """Keep those numbers of Algorithm 1 that this layer has."""
@@ -162,128 +283,43 @@ class FilterAttention(nn.Module):
         values |= {name: module() for name, module in self.scalars.items()}
         return FilterScalars(**(values | others))
 
-    def _check_features(self, x: Tensor, name: str) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.d_model or not x.is_floating_point():
-            raise ValueError(
-                f"{name} must be floating, of shape (batch, tokens, {self.d_model}), got"
-                f" {tuple(x.shape)} {x.dtype}"
-            )
-
     def _stream(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        times: Tensor | None,
-        memory_times: Tensor | None,
-        padding: Tensor | None,
-        mask: Tensor | None,
-        cache: FilterCache | None,
-        causal: bool | None,
+        self, x: Tensor, memory: Tensor | None, is_causal: bool | None = None, **call: Any
     ) -> TokenStream:
-        self._check_features(x, "x")
-        batch, tokens, _ = x.shape
+        check_features(x, self.embed_dim, "x")
         if memory is None:
-            if memory_times is not None:
-                raise ValueError("memory_times were given without memory")
-            causal = self.causal if causal is None else causal
-            stream = self._self_stream(x, times, padding, cache, causal)
+            is_causal = self.is_causal if is_causal is None else is_causal
         else:
-            if cache is not None:
-                raise ValueError("a cache holds self-attention's tokens; pass memory without it")
-            stream = self._cross_stream(x, memory, times, memory_times, padding, bool(causal))
-        if mask is not None:
-            keys = stream.view.key_times.shape[1]
-            mask = check_attention_mask(mask, batch, self.num_heads, tokens, keys)
-            stream = stream._replace(view=stream.view._replace(mask=mask))
-        return stream
+            check_features(memory, self.embed_dim, "memory")
+        work = torch.promote_types(self.output_projection.weight.dtype, torch.float32)
+        return token_stream(x, memory, self.num_heads, work, bool(is_causal), **call)
 
-    def _self_stream(
-        self,
-        x: Tensor,
-        times: Tensor | None,
-        padding: Tensor | None,
-        cache: FilterCache | None,
-        causal: bool,
-    ) -> TokenStream:
-        batch, tokens, _ = x.shape
-        before = 0 if cache is None else cache.length
-        regular = times is None
-        if regular:
-            if cache is not None and not cache.regular:
-                raise ValueError("the cached tokens came with times; pass times for these, too")
-            new = _grid(before, tokens, x.device)
-        else:
-            assert times is not None
-            if cache is not None and before and cache.regular:
-                raise ValueError("the cached tokens came without times; pass none for these, too")
-            new = check_times(times.to(x.device), batch, tokens)
-        if padding is not None and cache is None:
-            check_padding_mask(padding, batch, tokens)
-        if cache is not None:
-            padding = cache.extend_padding(padding, batch, tokens)
-        if padding is not None and not regular:
-            new = _fill_padded_times(new, padding[:, -tokens:] if tokens else padding, cache)
-        everything = new if cache is None else cache.extend_times(new)
-        key_times, _ = relative_times(everything)
-        view = Visibility(key_times[:, before:], key_times, causal, regular, padding)
-        return TokenStream(view, before if regular else None, everything, padding)
-
-    def _cross_stream(
-        self,
-        x: Tensor,
-        memory: Tensor,
-        times: Tensor | None,
-        memory_times: Tensor | None,
-        padding: Tensor | None,
-        causal: bool,
-    ) -> TokenStream:
-        self._check_features(memory, "memory")
-        if memory.shape[0] != x.shape[0]:
-            raise ValueError(f"memory has batch {memory.shape[0]}, x has {x.shape[0]}")
-        if (times is None) != (memory_times is None):
-            raise ValueError("pass times and memory_times on one clock, or neither")
-        batch, queries, keys = x.shape[0], x.shape[1], memory.shape[1]
-        if padding is not None:
-            check_padding_mask(padding, batch, keys)
-        if times is None or memory_times is None:
-            own, theirs = _grid(0, queries, x.device), _grid(0, keys, x.device)
-            ahead: int | None = 0
-        else:
-            own = check_times(times.to(x.device), batch, queries)
-            theirs = check_times(memory_times.to(x.device), batch, keys, "memory_times")
-            if padding is not None:
-                theirs = _fill_padded_times(theirs, padding, None)
-            ahead = None
-        key_times, origin = relative_times(theirs)
-        query_times, _ = relative_times(own, origin)
-        return TokenStream(
-            Visibility(query_times, key_times, causal, times is None, padding),
-            ahead,
-            theirs,
-            padding,
-        )
-
-    def _project(
-        self, x: Tensor, memory: Tensor | None, padding: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-        """x, memory (padded tokens at zero, whatever was there), and query, key, value of them."""
+    def _project(self, x: Tensor, memory: Tensor | None, padding: Tensor | None) -> Projected:
+        """Padded tokens enter at zero, whatever was there; so do damaged ones, which stay marked:
+        a weight's gradient sums over all tokens, and zero times NaN is NaN."""
         if padding is not None and memory is None:
-            x = x.masked_fill(padding[:, -x.shape[1] :, None], 0.0)
+            x = x.masked_fill(padding[:, padding.shape[1] - x.shape[1] :, None], 0.0)
         elif padding is not None and memory is not None:
             memory = memory.masked_fill(padding[..., None], 0.0)
-        source = x if memory is None else memory
+        x, lost = _heal(x)
+        source, damaged = (x, lost) if memory is None else _heal(memory)
         query, key = self.query_projection(x), self.key_projection(source)
-        return x, memory, query, key, self.value_projection(source)
+        value = self.value_projection(source)
+        key = key.masked_fill(damaged[..., None], float("nan"))
+        own = None if memory is None else self._heads(self.value_projection(x))
+        return Projected(x, lost, self._heads(query), self._heads(key), self._heads(value), own)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) to (batch, heads, tokens, 2d) in float32 or better."""
         work = torch.promote_types(x.dtype, torch.float32)
         return x.to(work).unflatten(-1, (self.num_heads, 2 * self.head_dim)).transpose(1, 2)
 
-    def _merge(self, heads: Tensor, like: Tensor) -> Tensor:
-        """(batch, heads, tokens, 2d) back through the output projection, in `like`'s dtype."""
+    def _merge(self, heads: Tensor, lost: Tensor, like: Tensor) -> Tensor:
+        """(batch, heads, tokens, 2d) back through the output projection, in `like`'s dtype, NaN in
+        rows that are lost, (batch, tokens)."""
         merged = heads.transpose(1, 2).flatten(2).to(self.output_projection.weight.dtype)
-        return self.output_projection(merged).to(like.dtype)
+        output = self.output_projection(merged).to(like.dtype)
+        return output.masked_fill(lost[..., None], float("nan"))
 
     def _angles(self, times: Tensor) -> Tensor:
         """(1 or batch, 1, tokens, d) radians."""
@@ -293,55 +329,18 @@ class FilterAttention(nn.Module):
         return angles.unsqueeze(1)
 
     def _use_dense(self, query: Tensor, keys: int, need_weights: bool) -> bool:
-        few = query.shape[0] * query.shape[1] * query.shape[2] * keys <= SMALL_PROBLEM
-        return need_weights or self.backend == "dense" or (self.backend == "auto" and few)
+        size = query.shape[0] * query.shape[1] * query.shape[2] * keys
+        few = self.backend == "auto" and size <= SMALL_PROBLEM
+        return not size or few or need_weights or self.backend == "dense"
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse an option that is none of its choices, with a ValueError that lists them."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def _grid(start: int, tokens: int, device: torch.device) -> Tensor:
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.arange(start, start + tokens, device=device, dtype=dtype).unsqueeze(0)
-
-
-def _fill_padded_times(times: Tensor, padding: Tensor, cache: FilterCache | None) -> Tensor:
-    """Give padded tokens the time of the first real one, so that theirs, whatever it is, is
-    unused.
-    """
-    times = times.expand(padding.shape)
-    first = times.gather(1, (~padding).to(torch.uint8).argmax(1, keepdim=True))
-    if cache is not None and cache.origin is not None:
-        first = cache.origin.expand_as(first)
-    return torch.where(padding, first, times)
+def _heal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (batch, tokens, features) with those that are not finite at zero, and which they are."""
+    lost = damaged(x)
+    return x.masked_fill(lost[..., None], 0.0), lost
 
 
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:
     """Norm (…,) and unit direction (…, n); vectors shorter than 1e-6 keep a shorter direction."""
     norm = torch.linalg.vector_norm(x, dim=-1)
     return norm, x / norm.clamp_min(SMALLEST_NORM).unsqueeze(-1)
-
-
-def rotate_pair(x: Tensor, turn: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
-    """Rotate (…, tokens, 2d) by cosine and sine (…, tokens, d)."""
-    return apply_rotation(x, *turn, inverse=inverse)
-
-
-def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Replace keys that are not finite by zeros; say which queries see one, (batch, 1 or heads, q).
-
-    Args:
-        tensors: per-key features (batch, heads, keys, 2d) or magnitudes (batch, heads, keys).
-    """
-    damaged = torch.zeros((), dtype=torch.bool, device=tensors[0].device)
-    for tensor in tensors:
-        bad = ~torch.isfinite(tensor)
-        damaged = damaged | (bad.any(-1) if tensor.dim() == 4 else bad).any(1)
-    clean = [
-        t.masked_fill(damaged[:, None, :, None] if t.dim() == 4 else damaged[:, None], 0.0)
-        for t in tensors
-    ]
-    return clean, rows_that_see(damaged, view)

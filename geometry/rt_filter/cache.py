@@ -7,8 +7,12 @@ as it was.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from ..checks import check_count
 
 __all__ = ["FilterCache"]
 
@@ -24,8 +28,7 @@ class FilterCache:
     """
 
     def __init__(self, num_layers: int = 1) -> None:
-        if num_layers < 1:
-            raise ValueError(f"a cache needs at least one layer, got {num_layers}")
+        check_count("num_layers", num_layers)
         self.length = 0
         self.times: Tensor | None = None
         self.padding: Tensor | None = None
@@ -41,7 +44,27 @@ class FilterCache:
     @property
     def origin(self) -> Tensor | None:
         """The first time of each sequence, (1 or batch, 1), from which angles are counted."""
-        return None if self.times is None else self.times[:, :1]
+        return self.times[:, :1] if self.times is not None and self.length else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what is committed, as constants without a gradient."""
+        layers = [t and tuple(part.detach() for part in t) for t in self._layers]
+        return {**self.__dict__, "_layers": layers, "_staged": {}, "_next": None}
+
+    def open(self, batch: int, num_layers: int | None = None) -> None:
+        """Forget what an earlier call left behind, and check that this one fits.
+
+        Raises:
+            ValueError: the cache holds another batch, or serves another number of layers.
+        """
+        self.discard()
+        if num_layers is not None and num_layers != self.num_layers:
+            raise ValueError(
+                f"the cache has {self.num_layers} layers, the model {num_layers}; use new_cache()"
+            )
+        held = next((t[0].shape[0] for t in self._layers if t is not None), batch)
+        if held != batch:
+            raise ValueError(f"the cache holds a batch of {held}, got {batch}")
 
     def extend_times(self, times: Tensor) -> Tensor:
         """Committed times followed by new ones, (1 or batch, length + tokens)."""
@@ -64,9 +87,7 @@ class FilterCache:
             )
         known = padding if padding is not None else self.padding
         assert known is not None
-        old = self.padding
-        if old is None:
-            old = known.new_zeros(batch, self.length)
+        old = known.new_zeros(batch, self.length) if self.padding is None else self.padding
         new = padding if padding is not None else known.new_zeros(batch, tokens)
         return torch.cat((old, new), dim=1)
 
@@ -74,23 +95,22 @@ class FilterCache:
         """The committed tensors of a layer, or None while it is empty."""
         return self._layers[layer]
 
-    def stage(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Committed tensors of a layer joined with new ones along dimension 2, not yet
-        committed.
+    def stage(
+        self,
+        layer: int,
+        tensors: tuple[Tensor, ...],
+        tokens: tuple[Tensor, Tensor | None, bool],
+    ) -> tuple[Tensor, ...]:
+        """Committed tensors of a layer joined with new ones along dimension 2, not yet committed.
+
+        Args:
+            tokens: times and padding of committed and new tokens, and whether times are the grid.
         """
         old = self._layers[layer]
         if old is not None:
-            if old[0].shape[0] != tensors[0].shape[0]:
-                raise ValueError(
-                    f"the cache holds a batch of {old[0].shape[0]}, got {tensors[0].shape[0]}"
-                )
             tensors = tuple(torch.cat(pair, dim=2) for pair in zip(old, tensors, strict=True))
-        self._staged[layer] = tensors
+        self._staged[layer], self._next = tensors, tokens
         return tensors
-
-    def stage_tokens(self, times: Tensor, padding: Tensor | None, regular: bool) -> None:
-        """Remember the joined times and padding until `commit`."""
-        self._next = (times, padding, regular)
 
     def commit(self) -> None:
         """Make the staged tokens of all layers part of the cache: once per forward pass.
@@ -115,6 +135,7 @@ class FilterCache:
 
     def reorder(self, index: Tensor) -> None:
         """Select sequences, (batch,) long: for beam search."""
+        self.discard()
         for layer, tensors in enumerate(self._layers):
             if tensors is not None:
                 self._layers[layer] = tuple(t.index_select(0, index) for t in tensors)

@@ -9,19 +9,21 @@ Source: RT-Filter paper, section 3.4, appendix A.3, C.2, G.1 and G.3.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dense import PolarEstimate, PolarInputs, polar_estimate
+from ..checks import check_choice, check_count, check_number
 from .logits import PolarSettings
-from .masks import Visibility, check_padding_mask
-from .model import multiply_by_i, unit_direction
+from .model import inner_product, multiply_by_i, unit_direction
 from .parameters import FilterScalars
+from .paths.dense import PolarEstimate, PolarInputs, polar_estimate
 from .robust import robust_filter_estimate
 from .sphere import sphere_exp, sphere_log, tangent_project
 from .transport import apply_rotation, check_times, relative_times, rotation, rotation_angles
+from .visibility import Visibility
 
 __all__ = ["RTFilterResult", "isotropic_filter", "rt_filter"]
 
@@ -65,8 +67,8 @@ def _prepare(
     if observations.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"observations must be float32 or float64, got {observations.dtype}")
     shape = observations.shape
-    flat = observations.reshape(-1, *shape[-2:])
-    batch, tokens, dimension = flat.shape[0], flat.shape[1], flat.shape[2] // 2
+    batch, tokens, dimension = math.prod(shape[:-2]), shape[-2], shape[-1] // 2
+    flat = observations.reshape(batch, tokens, 2 * dimension)
     if times.dim() > 1:
         times = times.expand(*shape[:-1]).reshape(batch, tokens)
     relative, _ = relative_times(check_times(times, batch, tokens))
@@ -78,13 +80,21 @@ def _prepare(
         )
     padding = None
     if valid is not None:
-        padding = check_padding_mask(
-            ~valid.expand(shape[:-1]).reshape(batch, tokens), batch, tokens
-        )
+        if valid.dtype != torch.bool:
+            raise TypeError(f"valid must be boolean, False where missing, got {valid.dtype}")
+        padding = ~valid.expand(shape[:-1]).reshape(batch, tokens)
         flat = flat.masked_fill(padding.unsqueeze(-1), 0.0)
     turn = rotation(rotation_angles(relative, frequencies), flat.dtype)
     rotated = apply_rotation(flat, *turn, inverse=True)
     return _Problem(turn, rotated, Visibility(relative, relative, causal, False, padding), shape)
+
+
+def _check_variances(positive: dict[str, float], rest: dict[str, float | None]) -> None:
+    for name, value in positive.items():
+        check_number(name, value, above=0.0)
+    for name, optional in rest.items():
+        if optional is not None:
+            check_number(name, optional, 0.0)
 
 
 def rt_filter(
@@ -152,8 +162,35 @@ def rt_filter(
     Raises:
         ValueError, TypeError: on shapes, dtypes, or options that do not fit.
     """
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1, got {iterations}")
+    _check_variances(
+        {
+            "tangential_variance": tangential_variance,
+            "radial_variance": radial_variance,
+            "nu_tangential": nu_tangential,
+            "nu_radial": nu_radial,
+            "prior_precision": prior_precision,
+        },
+        {
+            "decay": decay,
+            "query_tangential_variance": query_tangential_variance,
+            "query_radial_variance": query_radial_variance,
+            "inflation": inflation,
+            "magnitude_floor": magnitude_floor,
+            "process_noise": process_noise,
+        },
+    )
+    check_number("directional_step", directional_step)
+    check_number("radial_step", radial_step)
+    for name, choice, choices in (
+        ("weights", weights, ("student_t", "exponential", "none")),
+        ("directional", directional, ("chordal", "exact")),
+        ("radial", radial, ("own", "joint", "shared", "off")),
+        ("update", update, ("geodesic", "ambient")),
+        ("gain", gain, ("fixed", "bayes")),
+        ("start", start, ("observation", "consensus")),
+    ):
+        check_choice(name, choice, choices)
+    check_count("iterations", iterations)
     if valid is not None and start == "observation" and not bool(valid.all()):
         raise ValueError('missing observations need start="consensus"')
     problem = _prepare(observations, times, frequencies, valid, causal)
@@ -242,12 +279,10 @@ def rt_filter(
 
 def _nearest_phase(base: Tensor, point: Tensor) -> Tensor:
     """Turn `point` by the phase that makes base†point real and positive: 1 − |u†v|² ignores it."""
-    real = (base * point).sum(-1, keepdim=True)
-    imaginary = -(base * multiply_by_i(point)).sum(-1, keepdim=True)
-    size = torch.sqrt(real * real + imaginary * imaginary)
-    safe = size.clamp_min(torch.finfo(base.dtype).tiny)
-    turned = (real * point - imaginary * multiply_by_i(point)) / safe
-    return torch.where(size > 0, turned, point)
+    real, imaginary = inner_product(base, point)
+    size, phase = unit_direction(torch.stack((real, imaginary), -1))
+    turned = phase[..., :1] * point - phase[..., 1:] * multiply_by_i(point)
+    return torch.where(size.unsqueeze(-1) > 0, turned, point)
 
 
 def isotropic_filter(
@@ -270,7 +305,22 @@ def isotropic_filter(
 
     Arguments as in `rt_filter`, with one variance η² per real coordinate; the estimate is the
     query of the next iteration. Returns states (…, tokens, 2d).
+
+    Raises:
+        ValueError, TypeError: on shapes, dtypes, or options that do not fit.
     """
+    _check_variances(
+        {"variance": variance, "nu": nu},
+        {
+            "decay": decay,
+            "query_variance": query_variance,
+            "inflation": inflation,
+            "process_noise": process_noise,
+        },
+    )
+    check_choice("weights", weights, ("student_t", "exponential"))
+    check_choice("start", start, ("observation", "consensus"))
+    check_count("iterations", iterations)
     problem = _prepare(observations, times, frequencies, None, causal)
     keys = problem.rotated.unsqueeze(1)
 

@@ -8,21 +8,20 @@ Source: RT-Filter paper, Algorithm 1 steps 3–5, appendix A.4 and C.2.1, extens
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .parameters import FilterScalars
-from .transport import decay_factor, process_variance
+from .transport import process_variance
 
 __all__ = [
     "LagTables",
     "PolarSettings",
     "directional_logits",
     "lag_tables",
-    "masked_log_sum_exp",
-    "masked_softmax",
     "radial_logits",
     "robust_filter_logits",
 ]
@@ -53,12 +52,15 @@ class PolarSettings(NamedTuple):
 class LagTables(NamedTuple):
     """Functions of the lag alone; broadcastable against (batch, heads, queries, keys).
 
-    κ̃ = slope·m² + offset; log κ = log κ̃ + log_ratio; ρ and ρ̃ as logarithm and value; E = decay.
+    With x = slope·m² + offset: log κ = log x + log_kappa and log κ̃ = log x + log_tilde. The larger
+    of slope and offset is 1, so that neither κ nor κ̃ leaves the dtype's range at long lags, where
+    E² does. ρ and ρ̃ as logarithm and value; E = decay.
     """
 
     slope: Tensor
     offset: Tensor
-    log_ratio: Tensor
+    log_kappa: Tensor
+    log_tilde: Tensor
     log_rho: Tensor
     rho_tilde: Tensor
     decay: Tensor
@@ -70,30 +72,61 @@ def lag_tables(lag: Tensor, scalars: FilterScalars, settings: PolarSettings) -> 
     Args:
         lag: t_i − t_j of any shape; scalars must broadcast against it.
     """
-    zero = torch.zeros_like(lag * scalars.decay)
-    if settings.decay:
-        factor = decay_factor(lag, scalars.decay)
-    else:
-        factor = torch.ones_like(zero)
-    noise: Tensor | float = 0.0
-    if settings.decay and settings.process:
-        noise = scalars.process_noise * process_variance(lag, scalars.decay)
-    squared = factor * factor
-    tangential = scalars.key_tangential * squared + noise + scalars.inflation_tangential
-    residual = tangential + scalars.query_tangential
+    log_decay = _log_decay(lag, scalars, settings.decay)
+    noise = _noise(lag, scalars, settings.decay and settings.process)
+    tangential, residual = _log_variances(
+        log_decay,
+        noise + scalars.inflation_tangential,
+        scalars.key_tangential,
+        scalars.query_tangential,
+    )
+    radial, radial_residual = _log_variances(
+        log_decay, noise + scalars.inflation_radial, scalars.key_radial, scalars.query_radial
+    )
     if settings.magnitude_precision:
-        slope, offset = squared / residual, scalars.magnitude_floor / residual
+        floor = _log(scalars.magnitude_floor)
+        largest = torch.maximum(2.0 * log_decay, floor)
+        slope, offset = torch.exp(2.0 * log_decay - largest), torch.exp(floor - largest)
     else:
-        slope, offset = zero, 1.0 / residual
-    radial = scalars.key_radial * squared + noise + scalars.inflation_radial
+        largest = slope = torch.zeros_like(log_decay)
+        offset = torch.ones_like(log_decay)
     return LagTables(
         slope=slope,
         offset=offset,
-        log_ratio=torch.log(residual / tangential),
-        log_rho=-torch.log(radial),
-        rho_tilde=1.0 / (radial + scalars.query_radial),
-        decay=factor,
+        log_kappa=largest - tangential,
+        log_tilde=_bounded(largest - residual),
+        log_rho=-radial,
+        rho_tilde=torch.exp(_bounded(-radial_residual)),
+        decay=torch.exp(log_decay),
     )
+
+
+def _log(value: Tensor) -> Tensor:
+    """log of what may be zero: −inf there, with gradient 0."""
+    positive = value > 0
+    return torch.where(positive, torch.log(torch.where(positive, value, 1.0)), -float("inf"))
+
+
+def _bounded(log: Tensor) -> Tensor:
+    """Bounded so that its exponential can be squared."""
+    return log.clamp_max(0.45 * math.log(torch.finfo(log.dtype).max))
+
+
+def _log_decay(lag: Tensor, scalars: FilterScalars, decay: bool) -> Tensor:
+    """log E = −μ|lag|, from time differences, never as a ratio of two exponentials."""
+    return -scalars.decay * lag.abs() if decay else torch.zeros_like(lag * scalars.decay)
+
+
+def _noise(lag: Tensor, scalars: FilterScalars, process: bool) -> Tensor | float:
+    return scalars.process_noise * process_variance(lag, scalars.decay) if process else 0.0
+
+
+def _log_variances(
+    log_decay: Tensor, added: Tensor, key: Tensor, query: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logarithms of σ²_Σ = η²_k E² + added, and of the residual's variance σ²_Σ + η²_q."""
+    transported = torch.logaddexp(_log(key) + 2.0 * log_decay, _log(added))
+    return transported, torch.logaddexp(transported, _log(query))
 
 
 def directional_logits(
@@ -112,12 +145,14 @@ def directional_logits(
     Returns:
         Logits of gap's shape, without the inverse temperature.
     """
-    kappa_tilde = tables.slope * (key_magnitude * key_magnitude) + tables.offset
-    scale = scalars.sphere_scale * (1.0 if settings.exact else 2.0) / scalars.nu_tangential
-    distance = scale * kappa_tilde * gap
-    log_kappa = torch.log(kappa_tilde) + tables.log_ratio
+    core = tables.slope * (key_magnitude * key_magnitude) + tables.offset
+    # An observation that is exactly zero knows no direction: the smallest weight there is.
+    core = core.clamp_min(torch.finfo(core.dtype).tiny)
+    log_kappa = torch.log(core) + tables.log_kappa
     if settings.weights == "none":
         return log_kappa + torch.zeros_like(gap)
+    scale = scalars.sphere_scale * (1.0 if settings.exact else 2.0) / scalars.nu_tangential
+    distance = scale * torch.exp(tables.log_tilde) * core * gap
     if settings.weights == "exponential":
         return log_kappa - distance
     return log_kappa - (scalars.nu_tangential + 1.0) * torch.log1p(distance)
@@ -166,43 +201,16 @@ def robust_filter_logits(
             (…, 1, keys) squared norms; lag broadcastable against product.
         dimension: complex features per head.
     """
-    if decay:
-        factor = decay_factor(lag, scalars.decay)
-        noise = scalars.process_noise * process_variance(lag, scalars.decay)
-    else:
-        factor, noise = torch.ones_like(lag * scalars.decay), torch.zeros_like(lag)
-    squared = factor * factor
-    variance = noise + scalars.key_tangential * squared + scalars.inflation_tangential
-    residual = (query_squared + squared * key_squared - 2.0 * factor * product).clamp_min(0.0)
-    distance = residual / ((variance + scalars.query_tangential) * dimension)
-    distance = distance / scalars.nu_tangential
+    log_decay = _log_decay(lag, scalars, decay)
+    factor = torch.exp(log_decay)
+    variance, with_query = _log_variances(
+        log_decay,
+        _noise(lag, scalars, decay) + scalars.inflation_tangential,
+        scalars.key_tangential,
+        scalars.query_tangential,
+    )
+    residual = query_squared + factor * factor * key_squared - 2.0 * factor * product
+    distance = residual.clamp_min(0.0) * torch.exp(_bounded(-with_query))
+    distance = distance / (dimension * scalars.nu_tangential)
     robust = (scalars.nu_tangential + 1.0) * torch.log1p(distance) if student_t else distance
-    return -torch.log(variance) - robust, factor
-
-
-def masked_softmax(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """Softmax over the last dimension where `allowed`; a row with nothing allowed is zero.
-
-    Logits of −inf count as not allowed. Gradients stay finite in every case.
-    """
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed, float("-inf"))
-    peak = logits.detach().amax(-1, keepdim=True)
-    peak = peak.masked_fill(peak == float("-inf"), 0.0)
-    unnormalised = torch.exp(logits - peak)
-    total = unnormalised.sum(-1, keepdim=True)
-    return unnormalised / total.masked_fill(total == 0, 1.0)
-
-
-def masked_log_sum_exp(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """log Σ_j exp(logits) over allowed keys, (…,): −inf for a fully masked row, gradients
-    finite.
-    """
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed, float("-inf"))
-    peak = logits.detach().amax(-1, keepdim=True)
-    peak = peak.masked_fill(peak == float("-inf"), 0.0)
-    total = torch.exp(logits - peak).sum(-1)
-    empty = total == 0
-    value = torch.log(total.masked_fill(empty, 1.0)) + peak.squeeze(-1)
-    return value.masked_fill(empty, float("-inf"))
+    return -variance - robust, factor

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..checks import check_number
 from .transport import rotary_frequencies
 
 __all__ = [
@@ -93,6 +94,8 @@ class UnitIntervalParameter(Float32Module):
 
 def decay_rates(num_heads: int, low: float, high: float) -> list[float]:
     """μ per head: the first num_heads // 4 are 0, the others log-spaced from `low` to `high`."""
+    check_number("decay_range[0]", low, above=0.0)
+    check_number("decay_range[1]", high, low)
     still = num_heads // 4
     moving = num_heads - still
     steps = [index / max(moving - 1, 1) for index in range(moving)]

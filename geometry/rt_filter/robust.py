@@ -8,25 +8,25 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..checks import check_choice, check_number, renamed
+from ..softmax import masked_softmax
 from .base import (
     AttentionOptions,
     AttentionWeights,
     FilterAttention,
-    TokenStream,
-    check_choice,
-    quarantine,
+    Projected,
     unit,
 )
 from .cache import FilterCache
-from .chunked import map_query_slices, slice_length
-from .logits import masked_softmax, robust_filter_logits
-from .masks import Visibility
+from .logits import robust_filter_logits
 from .parameters import DecayRates, FilterScalars, PositiveParameter, decay_rates
+from .paths.sliced import map_query_slices
+from .stream import TokenStream
 from .transport import apply_rotation, rotation
+from .visibility import Visibility, quarantine
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,9 +89,10 @@ class RobustFilterAttention(FilterAttention):
         rotary: False leaves out transport by rotation.
     """
 
+    @renamed(d_model="embed_dim", causal="is_causal")
     def __init__(
         self,
-        d_model: int,
+        embed_dim: int,
         num_heads: int,
         *,
         weights: Literal["student_t", "exponential"] = "student_t",
@@ -107,7 +108,10 @@ class RobustFilterAttention(FilterAttention):
     ) -> None:
         check_choice("weights", weights, ("student_t", "exponential"))
         check_choice("backend", backend, ("auto", "dense", "chunked"))
-        super().__init__(d_model, num_heads, rotary=rotary, backend=backend, **options)
+        check_number("process_noise", process_noise, 0.0)
+        check_number("nu", nu, above=0.0)
+        check_number("temperature", temperature, above=0.0)
+        super().__init__(embed_dim, num_heads, rotary=rotary, backend=backend, **options)
         self.weights, self.decay, self.normalize = weights, decay, normalize
         shape = (num_heads,)
         scalars: dict[str, nn.Module | None] = {
@@ -129,47 +133,18 @@ class RobustFilterAttention(FilterAttention):
         """
         return self._read_scalars()
 
-    def forward(
+    def _step(
         self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        times: Tensor | None = None,
-        memory_times: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        cache: FilterCache | None = None,
-        causal: bool | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, AttentionWeights]:
-        """The estimate W_o V̄, (batch, tokens, d_model); arguments as `PolarAttention.forward`."""
-        stream = self._stream(
-            x, memory, times, memory_times, key_padding_mask, attn_mask, cache, causal
-        )
-        view = stream.view
-        x, memory, *projected = self._project(x, memory, view.padding)
-        with torch.autocast(device_type=x.device.type, enabled=False):
-            query, key, value = (self._heads(t) for t in projected)
-            estimate, attention = self._estimate(query, key, value, stream, cache, need_weights)
-        output = self._merge(estimate, x)
-        if cache is not None:
-            cache.commit()
-        if need_weights:
-            assert attention is not None
-            return output, AttentionWeights(attention, None)
-        return output
-
-    def _estimate(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        tokens: Projected,
         stream: TokenStream,
         cache: FilterCache | None,
+        layer: int,
         need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        prior_log_precision: Tensor | None,
+    ) -> tuple[Tensor, Tensor, AttentionWeights | None, None]:
+        query, key, value = tokens.query, tokens.key, tokens.value
         view = stream.view
-        fresh = view.key_times[:, -key.shape[2] :]
+        fresh = view.key_times[:, view.key_times.shape[1] - key.shape[2] :]
         turn = rotation(self._angles(view.query_times), query.dtype)
         key_turn = rotation(self._angles(fresh), key.dtype)
         if self.normalize:
@@ -179,8 +154,7 @@ class RobustFilterAttention(FilterAttention):
         key = apply_rotation(key, *key_turn, inverse=True)
         value = apply_rotation(value, *key_turn, inverse=True)
         if cache is not None:
-            key, value = cache.stage(0, (key, value))
-            cache.stage_tokens(stream.all_times, stream.all_padding, stream.ahead is not None)
+            key, value = cache.stage(layer, (key, value), stream.tokens)
         (key, value), poisoned = quarantine(view, key, value)
         scalars = FilterScalars(*(s.to(query.dtype) for s in self.filter_scalars()))
         keys, dropout = key.shape[2], self.dropout if self.training else 0.0
@@ -200,18 +174,18 @@ class RobustFilterAttention(FilterAttention):
                 dropout=dropout,
             )
 
-        attention = None
+        weights = None
         if self._use_dense(query, keys, need_weights):
             estimate, attention = piece(0, None, None)
+            weights = AttentionWeights(attention, None)
         else:
-            ordered = stream.ahead is not None and view.causal
             (estimate,) = map_query_slices(
                 lambda start, stop, visible: piece(start, stop, visible)[:1],
+                query.shape[0] * self.num_heads,
                 query.shape[2],
                 keys,
-                slice_length(query.shape[0], self.num_heads, keys),
-                first_visible_end=(stream.ahead or 0) + 1 if ordered else None,
+                view,
+                stream.ahead,
                 random=dropout > 0,
             )
-        estimate = estimate.masked_fill(poisoned[..., None], float("nan"))
-        return apply_rotation(estimate, *turn), attention
+        return apply_rotation(estimate, *turn), tokens.lost | poisoned.any(1), weights, None

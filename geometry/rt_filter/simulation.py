@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_count, check_number
 from .model import unit_direction
 from .sphere import tangent_project
 from .transport import transport_state
@@ -46,7 +47,21 @@ def simulate_trajectories(
         radial_std, tangential_std: η_r and η_t per real coordinate, in units of `magnitude`'s.
         outlier_rate: probability that an observation is replaced by a random direction of
             `outlier_scale` times the true magnitude.
+
+    Raises:
+        ValueError: a count, deviation or rate out of range.
     """
+    check_count("count", count, 0)
+    for name, value in (
+        ("decay", decay),
+        ("magnitude", magnitude),
+        ("radial_std", radial_std),
+        ("tangential_std", tangential_std),
+        ("outlier_scale", outlier_scale),
+        ("outlier_rate", outlier_rate),
+        ("1 - outlier_rate", 1.0 - outlier_rate),
+    ):
+        check_number(name, value, 0.0)
     dimension = 2 * frequencies.shape[0]
     dtype = torch.float64
 

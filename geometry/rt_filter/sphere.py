@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .model import unit_direction
+
 __all__ = ["geodesic_angle", "slerp", "sphere_exp", "sphere_log", "tangent_project"]
 
 
@@ -24,17 +26,20 @@ def tangent_project(base: Tensor, vector: Tensor) -> Tensor:
 
 
 def geodesic_angle(u: Tensor, v: Tensor) -> Tensor:
-    """Angle in radians, (…), between unit vectors; accurate near 0 and π, where arccos is not."""
-    return 2.0 * torch.atan2(
-        torch.linalg.vector_norm(u - v, dim=-1), torch.linalg.vector_norm(u + v, dim=-1)
-    )
+    """Angle in radians, (…), between unit vectors; accurate near 0 and π, where arccos is not.
+
+    Between two zero vectors, which have no direction, it is 0 with gradient 0.
+    """
+    apart = torch.linalg.vector_norm(u - v, dim=-1)
+    along = torch.linalg.vector_norm(u + v, dim=-1)
+    return 2.0 * torch.atan2(apart, along.masked_fill((apart == 0) & (along == 0), 1.0))
 
 
 def sphere_exp(base: Tensor, tangent: Tensor) -> Tensor:
-    """Exp_base(tangent) = cos‖t‖ base + sinc‖t‖ tangent, for unit `base` (…, n)."""
+    """Exp_base(tangent) = cos‖t‖ base + sinc‖t‖ tangent, for unit `base` (…, n); zero stays zero."""
     length = torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
     moved = torch.cos(length) * base + torch.sinc(length / torch.pi) * tangent
-    return moved / torch.linalg.vector_norm(moved, dim=-1, keepdim=True)
+    return unit_direction(moved)[1]
 
 
 def sphere_log(base: Tensor, point: Tensor) -> Tensor:

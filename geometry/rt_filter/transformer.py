@@ -5,14 +5,20 @@ Source: RT-Filter paper, Algorithm 1 steps 9–10, appendix E.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..checks import check_count, check_number, renamed
+from ..softmax import damaged
 from .attention import PolarAttention
+from .base import AttentionCall
 from .cache import FilterCache
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FeedForward", "PolarTransformer", "PolarTransformerBlock"]
 
@@ -20,10 +26,12 @@ __all__ = ["FeedForward", "PolarTransformer", "PolarTransformerBlock"]
 class FeedForward(nn.Module):
     """down(GELU(up(x))), without biases."""
 
-    def __init__(self, d_model: int, hidden: int, dropout: float = 0.0) -> None:
+    @renamed(d_model="embed_dim")
+    def __init__(self, embed_dim: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.up = nn.Linear(d_model, hidden, bias=False)
-        self.down = nn.Linear(hidden, d_model, bias=False)
+        check_count("feed_forward", hidden)
+        self.up = nn.Linear(embed_dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, embed_dim, bias=False)
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,15 +45,16 @@ class PolarTransformerBlock(nn.Module):
     one there, as the standard transformer has. Keyword options go to `PolarAttention`.
 
     Args:
-        feed_forward: hidden width, default 4·d_model.
+        feed_forward: hidden width, default 4·embed_dim.
         dropout: on the directional attention weights and the feed-forward output.
         standard: the standard pre-norm transformer block with rotary positions instead: every
             correction off (`PolarAttention.standard`), and `pre_norm`.
     """
 
+    @renamed(d_model="embed_dim", causal="is_causal")
     def __init__(
         self,
-        d_model: int,
+        embed_dim: int,
         num_heads: int,
         *,
         feed_forward: int | None = None,
@@ -56,37 +65,29 @@ class PolarTransformerBlock(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        check_number("eps", eps, 0.0)
         make = PolarAttention.standard if standard else PolarAttention
         pre_norm = standard if pre_norm is None else pre_norm
-        self.attention_norm = nn.RMSNorm(d_model, eps=eps) if pre_norm else None
-        self.attention = make(d_model, num_heads, dropout=dropout, **options)
-        self.feed_forward_norm = nn.RMSNorm(d_model, eps=eps)
-        self.feed_forward = FeedForward(d_model, feed_forward or 4 * d_model, dropout)
+        self.attention_norm = nn.RMSNorm(embed_dim, eps=eps) if pre_norm else None
+        self.attention = make(embed_dim, num_heads, dropout=dropout, **options)
+        self.feed_forward_norm = nn.RMSNorm(embed_dim, eps=eps)
+        self.feed_forward = FeedForward(
+            embed_dim, 4 * embed_dim if feed_forward is None else feed_forward, dropout
+        )
 
     def optimizer_observation_modules(self) -> tuple[nn.Module, ...]:
         """What first reads a new nonlinear representation: the projection after attention, and the
         feed-forward network's second matrix."""
         return (self.attention.output_projection, self.feed_forward.down)
 
-    def forward(
-        self,
-        z: Tensor,
-        *,
-        times: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        cache: FilterCache | None = None,
-        causal: bool | None = None,
-    ) -> Tensor:
-        """(batch, tokens, d_model) to the same; a cache is committed at the end of the call."""
-        z, _ = self.step(
-            z,
-            times=times,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            cache=cache,
-            causal=causal,
-        )
+    @renamed(causal="is_causal")
+    def forward(self, z: Tensor, **call: Unpack[AttentionCall]) -> Tensor:
+        """(batch, tokens, embed_dim) to the same; keywords as in `PolarAttention.forward`, a cache is
+        committed at the end of the call."""
+        cache = call.get("cache")
+        if cache is not None:
+            cache.open(z.shape[0], 1)
+        z, _ = self.step(z, **call)
         if cache is not None:
             cache.commit()
         return z
@@ -95,30 +96,21 @@ class PolarTransformerBlock(nn.Module):
         self,
         z: Tensor,
         *,
-        times: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        cache: FilterCache | None = None,
         layer: int = 0,
-        causal: bool | None = None,
         prior_log_precision: Tensor | None = None,
+        **call: Unpack[AttentionCall],
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` inside a stack: no commit, and the precision of G.3 handed from layer to
         layer.
         """
         normed = z if self.attention_norm is None else self.attention_norm(z)
         found = self.attention.filter(
-            normed,
-            times=times,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            cache=cache,
-            layer=layer,
-            causal=causal,
-            prior_log_precision=prior_log_precision,
+            normed, layer=layer, prior_log_precision=prior_log_precision, **call
         )
         z = z + found.output
-        return z + self.feed_forward(self.feed_forward_norm(z)), found.log_precision
+        # Damaged rows stay damaged, but must not reach the gradients of weights, which sum over rows.
+        clean = z.masked_fill(damaged(z).unsqueeze(-1), 0.0)
+        return z + self.feed_forward(self.feed_forward_norm(clean)), found.log_precision
 
 
 class PolarTransformer(nn.Module):
@@ -126,15 +118,16 @@ class PolarTransformer(nn.Module):
 
     Args:
         vocab_size: tokens.
-        d_model, num_heads, num_layers: sizes.
+        embed_dim, num_heads, num_layers: sizes.
         tie_embeddings: the output head shares the embedding's matrix.
         options: for every `PolarTransformerBlock`, such as `standard=True`.
     """
 
+    @renamed(d_model="embed_dim", causal="is_causal")
     def __init__(
         self,
         vocab_size: int,
-        d_model: int,
+        embed_dim: int,
         num_heads: int,
         num_layers: int,
         *,
@@ -143,20 +136,21 @@ class PolarTransformer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if num_layers < 1 or vocab_size < 1:
-            raise ValueError(f"need vocab_size, num_layers ≥ 1, got {vocab_size}, {num_layers}")
-        self.embedding = nn.Embedding(vocab_size, d_model)
+        check_count("vocab_size", vocab_size)
+        check_count("num_layers", num_layers)
+        self.embedding = nn.Embedding(vocab_size, embed_dim)
         self.blocks = nn.ModuleList(
-            PolarTransformerBlock(d_model, num_heads, eps=eps, **options) for _ in range(num_layers)
+            PolarTransformerBlock(embed_dim, num_heads, eps=eps, **options)
+            for _ in range(num_layers)
         )
-        self.final_norm = nn.RMSNorm(d_model, eps=eps)
-        self.head = nn.Linear(d_model, vocab_size, bias=False)
-        nn.init.normal_(self.embedding.weight, std=1.0 if not tie_embeddings else d_model**-0.5)
+        self.final_norm = nn.RMSNorm(embed_dim, eps=eps)
+        self.head = nn.Linear(embed_dim, vocab_size, bias=False)
+        nn.init.normal_(self.embedding.weight, std=1.0 if not tie_embeddings else embed_dim**-0.5)
         self.tied = tie_embeddings
         if tie_embeddings:
             self.head.weight = self.embedding.weight
         else:
-            nn.init.normal_(self.head.weight, std=d_model**-0.5)
+            nn.init.normal_(self.head.weight, std=embed_dim**-0.5)
 
     def new_cache(self) -> FilterCache:
         """An empty cache for all layers."""
@@ -179,16 +173,13 @@ class PolarTransformer(nn.Module):
         Raises:
             ValueError: tokens of another shape or dtype.
         """
-        if tokens.dim() != 2 or tokens.is_floating_point():
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"tokens must be integers of shape (batch, tokens), got {tuple(tokens.shape)}"
+                f"tokens must be int64 or int32 of shape (batch, tokens), got {tuple(tokens.shape)}"
                 f" {tokens.dtype}"
             )
-        if cache is not None and cache.num_layers != len(self.blocks):
-            raise ValueError(
-                f"the cache has {cache.num_layers} layers, the model {len(self.blocks)}; use"
-                " new_cache()"
-            )
+        if cache is not None:
+            cache.open(tokens.shape[0], len(self.blocks))
         z = self.embedding(tokens)
         if self.tied:
             z = z * self.embedding.embedding_dim**0.5
@@ -225,14 +216,24 @@ class PolarTransformer(nn.Module):
             temperature: 0 takes the most likely token.
             top_k: sample among the k most likely only.
             key_padding_mask: boolean (batch, tokens), True at left padding of shorter prompts.
+
+        Raises:
+            ValueError: no token to start from, count < 0, temperature < 0, or top_k < 1.
         """
-        if tokens.shape[1] < 1:
-            raise ValueError("generation needs at least one token to start from")
+        check_count("count", count, 0)
+        check_number("temperature", temperature, 0.0)
+        if top_k is not None:
+            check_count("top_k", top_k)
+        if tokens.dim() != 2 or not tokens.shape[1]:
+            raise ValueError(
+                "generation needs tokens (batch, tokens), at least one to start from, got"
+                f" {tuple(tokens.shape)}"
+            )
         training = self.training
         self.eval()
         try:
-            cache, padding = self.new_cache(), key_padding_mask
-            logits = self(tokens, key_padding_mask=padding, cache=cache)[:, -1]
+            cache = self.new_cache()
+            logits = self(tokens, key_padding_mask=key_padding_mask, cache=cache)[:, -1]
             for index in range(count):
                 new = _sample(logits, temperature, top_k, generator)
                 tokens = torch.cat((tokens, new), dim=1)
@@ -246,7 +247,7 @@ class PolarTransformer(nn.Module):
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    if temperature == 0:
+    if temperature == 0 or not len(logits):
         return logits.argmax(-1, keepdim=True)
     logits = logits.float() / temperature
     if top_k is not None:

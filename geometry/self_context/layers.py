@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..checks import check_count, check_number
+
 __all__ = ["LELU", "SoftEikonalLinear"]
 
 LELU_SLOPE = math.pi / math.sqrt(3.0)  # makes the logistic gate's density one of unit variance
@@ -45,11 +47,6 @@ def _rms(x: Tensor) -> Tensor:
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"SoftEikonalLinear: {name} must be at least 1, got {value}")
 
 
 class SoftEikonalLinear(nn.Module):
@@ -111,14 +108,9 @@ class SoftEikonalLinear(nn.Module):
             ("rank", rank),
             ("context_steps", context_steps),
         ):
-            _require_positive(name, value)
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"SoftEikonalLinear: temperature must be positive, got {temperature}")
-        if not (math.isfinite(self_context_strength) and self_context_strength >= 0):
-            raise ValueError(
-                "SoftEikonalLinear: self_context_strength must be finite and not negative, "
-                f"got {self_context_strength}"
-            )
+            check_count(name, value)
+        check_number("temperature", temperature, above=0.0)
+        check_number("self_context_strength", self_context_strength, 0.0)
         self.n_in = n_in
         self.n_out = n_out
         self.directions = directions

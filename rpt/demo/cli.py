@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from rpt.options import Preset
+
 from .race import CheckpointError, Race, read_checkpoint
 from .text import load_corpus
 from .train import History, OptimizerFactory, TrainConfig
@@ -126,7 +128,7 @@ def adamw_factory(lr: float) -> OptimizerFactory:
 
 def rpt_factory(
     lr: float,
-    preset: str = "drop_in",
+    preset: Preset = "drop_in",
     observe: str = "declared",
     observe_every: int | None = None,
     **options: Any,
@@ -183,7 +185,8 @@ def _require(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"the demonstration needs {' and '.join(missing)}: pip install -e '.[demo]'"
+            f"the demonstration needs {' and '.join(missing)}: "
+            "pip install 'residual-polar-transport[demo]'"
         )
 
 

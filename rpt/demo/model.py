@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
             return PlainBlock(width, heads)
         from ..geometry.self_context import ContextTransformerBlock
 
-        return ContextTransformerBlock(width, heads, causal=True)
+        return ContextTransformerBlock(width, heads, is_causal=True)
 
     def _initialise_plain(self, layers: int) -> None:
         """GPT-2's initialisation: normal 0.02, what writes to the residual path scaled by depth."""

@@ -10,9 +10,11 @@ Modes (`ResidualPolarTransport(..., ownership=...)`):
 Loaded only when a process group exists and several ranks take part.
 """
 
-from .build import distribute, report
-from .planner import CostModel, Item, Plan, make_plan
+from rpt.store.cost import CostModel
+
+from .plan import Item, Plan, make_plan
 from .ranks import OwnerRanks, ReplicatedRanks
+from .setup import distribute, report
 
 __all__ = [
     "CostModel",

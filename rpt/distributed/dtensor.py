@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .layout import Box, box_shape, shard_box
+from .holding import Box, box_shape, shard_box
 
 __all__ = ["Sharded", "mesh_group", "mesh_ranks"]
 

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
-from ..ownership import Agreement, Live, Outcome, StepSize, apply_updates
-from ..update import Step
-from .agreement import exchange_findings
-from .handshake import rendezvous
-from .layout import box_slices
-from .state import adopt_state, whole_state
+from ..apply import apply_updates, weight_norms
+from ..ownership import Agreement, Live, Outcome, StepSize, is_sharded
+from .agreement import Findings, exchange_findings, rendezvous
+from .holding import box_slices
+from .state import adopt_state, share_new_keys, whole_state
 from .team import Team
 
 __all__ = ["OwnerRanks", "ReplicatedRanks"]
@@ -29,6 +27,11 @@ _STATE_DICT_REMEDY = (
 )
 
 
+# Averaged gradients are equal bit for bit, or nearly so where machines differ. This share apart they are
+# not averaged.
+_APART = 0.01
+
+
 class _Ranks:
     """What both modes share: agreeing on a step.
 
@@ -38,7 +41,10 @@ class _Ranks:
         number: of this object, the same on every rank.
     """
 
-    def __init__(self, teams: Sequence[Team], optimizer: Optimizer, number: int) -> None:
+    # What becomes of replicas whose gradients differ.
+    _unsynchronised = ""
+
+    def __init__(self, teams: Sequence[Team], optimizer: Any, number: int) -> None:
         self.teams, self.optimizer, self.number = list(teams), optimizer, number
         self.team_of = {id(p): team for team in self.teams for p in team.parameters}
         self.observed = Committed({}, None, {})
@@ -66,6 +72,7 @@ class _Ranks:
             refused |= {dist.get_global_rank(team.group, rank) for rank in found.refusals}
             if refused:
                 continue
+            self._warn_of_unsynchronised(team, found)
             for i, parameter in enumerate(team.parameters):
                 if not found.present[i]:
                     continue
@@ -90,6 +97,27 @@ class _Ranks:
         self.observed = Committed(ranks, overall, counts)
         return Agreement(out, peaks, self.observed)
 
+    def _warn_of_unsynchronised(self, team: Team, found: Findings) -> None:
+        """Once: replicas that nothing synchronises, told by gradients that differ."""
+        apart = [
+            i
+            for i, (low, high) in enumerate(zip(found.lows, found.peaks, strict=True))
+            if low < high < torch.inf and high - low > _APART * high
+            if not team.members[i][1].sharded
+        ]
+        if not apart:
+            return
+        worst = max(apart, key=lambda i: (found.peaks[i] - found.lows[i]) / found.peaks[i])
+        self.optimizer._warn_once(
+            "unsynchronised",
+            f"the gradients of {len(apart)} parameter(s) differ between ranks (the largest entries are "
+            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in {team.name(worst)}): nothing "
+            f"averages them, and {self._unsynchronised}. "
+            "If ranks hold replicas, wrap the model in DistributedDataParallel or average its gradients "
+            "before step(); if each rank trains on its own, as under PostLocalSGDOptimizer, pass "
+            "ownership='local'",
+        )
+
     def refuse(self, error: Exception) -> None:
         """Take part in the step's first collective only, so that no rank waits for this one."""
         nothing = Committed({}, None, {})
@@ -109,13 +137,19 @@ def _mean_of_present(gradient: Tensor, present: bool, team: Team) -> Tensor:
 class OwnerRanks(_Ranks):
     """Every matrix belongs to one rank, which keeps its state and computes its update."""
 
-    def __init__(self, teams: Sequence[Team], optimizer: Optimizer, number: int) -> None:
+    _unsynchronised = "all ranks take the step of the one that owns the parameter"
+
+    def __init__(self, teams: Sequence[Team], optimizer: Any, number: int) -> None:
         super().__init__(teams, optimizer, number)
         self._calls = 0
 
     def owns(self, parameter: Tensor) -> bool:
         team = self.team_of[id(parameter)]
         return team.owns(team.position[id(parameter)])
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Those of sharded weights came with their gradients."""
+        return self.team_of[id(parameters[0])].weight_norms(parameters)
 
     @property
     def owners(self) -> dict[int, int]:
@@ -148,14 +182,12 @@ class OwnerRanks(_Ranks):
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
         size: StepSize,
-        step: Step,
+        compared: Tensor,
+        refreshed: Sequence[int],
     ) -> None:
-        refreshed = set(step.refreshed)
+        fresh = set(refreshed)
         for k, (parameter, update) in enumerate(zip(parameters, updates, strict=True)):
-            team = self.team_of[id(parameter)]
-            # Roots of a metric that has seen only zero gradients are none.
-            fresh = k in refreshed and bool(self.optimizer.state[parameter]["unit"])
-            team.accept(parameter, update, size, step.compared[k], fresh)
+            self.team_of[id(parameter)].accept(parameter, update, size, compared[k], k in fresh)
 
     def fail(self, error: Exception) -> None:
         """Go through the rest of the step's collectives with empty hands, then let the caller raise."""
@@ -189,6 +221,7 @@ class OwnerRanks(_Ranks):
                 for rank in team.settle(bucket):
                     failed.add(dist.get_global_rank(team.group, rank))
             team.publish(self.observed)
+            share_new_keys(team, self.optimizer.state)
         return failed
 
     def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
@@ -212,8 +245,15 @@ class OwnerRanks(_Ranks):
 class ReplicatedRanks(_Ranks):
     """Every rank computes every update and keeps all state; only observations are averaged."""
 
+    _unsynchronised = "replicas drift apart"
+
     def owns(self, parameter: Tensor) -> bool:
         return True
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """A collective where they are sharded, in the same order on every rank."""
+        sharded: Sequence[Any] = parameters
+        return weight_norms([p.full_tensor() if is_sharded(p) else p for p in sharded])
 
     def portions(self, live: Sequence[Live]) -> Iterator[list[Live]]:
         out = []
@@ -227,7 +267,8 @@ class ReplicatedRanks(_Ranks):
         parameters: Sequence[Tensor],
         updates: Sequence[Tensor],
         size: StepSize,
-        step: Step,
+        compared: Tensor,
+        refreshed: Sequence[int],
     ) -> None:
         local, pieces = [], []
         for parameter, update in zip(parameters, updates, strict=True):

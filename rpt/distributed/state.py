@@ -9,19 +9,19 @@ what `torch.distributed.checkpoint` saves once and reshards to any number of ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import box_slices, shard_box
+from ..manifold import manifold_of
+from ..store.schema import numbered
+from .holding import box_slices, shard_box
+from .team import SCALARS, Team
 
-if TYPE_CHECKING:
-    from .team import Team
-
-__all__ = ["adopt_state", "whole_state"]
+__all__ = ["adopt_state", "share_new_keys", "whole_state"]
 
 # Tensors of fewer entries stay whole on every rank.
 SMALL = 1024
@@ -30,26 +30,64 @@ SMALL = 1024
 def whole_state(
     team: Team, state: Mapping[Tensor, Any], whole: MutableMapping[Tensor, Any]
 ) -> None:
-    """Fill `whole` with the records of all the team's parameters. A collective."""
-    mine: dict[int, list[tuple[str, Any]]] = {}
-    for i, parameter in enumerate(team.parameters):
-        record = state.get(parameter)
-        if record and team.owns(i):
-            mine[i] = [(key, _described(value)) for key, value in record.items()]
-    gathered: list[Any] = [None] * team.size
-    dist.all_gather_object(gathered, mine, group=team.group)
-    for i, parameter in enumerate(team.parameters):
-        owner = team.plan.owner[i]
-        if i not in gathered[owner]:
-            continue
+    """Fill `whole` with the records of all the team's owned parameters. A collective."""
+    for i, described in share_keys(team, state, range(len(team.parameters))).items():
+        parameter, owner = team.parameters[i], team.plan.owner[i]
         record = {}
-        for key, description in gathered[owner][i]:
+        for key, description in described.items():
             if not isinstance(description, _Shape):
                 record[key] = description
                 continue
             value = _broadcast(team, owner, description, state.get(parameter, {}).get(key))
             record[key] = _placed(team, i, value.to(parameter.device))
         whole[parameter] = record
+
+
+def share_new_keys(team: Team, state: Mapping[Tensor, Any]) -> None:
+    """After a step: `share_keys` of what took part for the first time, or first since a load."""
+    new = [i for i in team.live if i not in team.announced]
+    if new:  # on all ranks alike
+        share_keys(team, state, new)
+        team.announced.update(new)
+
+
+def share_keys(
+    team: Team, state: Mapping[Tensor, Any], indices: Iterable[int]
+) -> dict[int, dict[str, Any]]:
+    """Give every rank's records the keys that their owners' have; a collective.
+
+    Tools that walk through `optimizer.state` (a flattened distributed checkpoint) must find the same
+    keys on every rank. Where a rank does not own a parameter, tensors that only its owner needs are
+    empty.
+
+    Returns:
+        By position in the team, for those that have a state, the owner's record with `_Shape`s in place
+        of tensors. Points on a manifold have no owner: every rank steps its own.
+    """
+    mine: dict[int, dict[str, Any]] = {}
+    for i in indices:
+        record = state.get(team.parameters[i])
+        if record and team.owns(i) and manifold_of(team.parameters[i]) is None:
+            mine[i] = {key: _described(value) for key, value in numbered(record).items()}
+    gathered: list[Any] = [None] * team.size
+    dist.all_gather_object(gathered, mine, group=team.group)
+    every = {i: described for part in gathered for i, described in part.items()}
+    for i, described in every.items():
+        parameter = team.parameters[i]
+        record = state.get(parameter)
+        if record is None or team.owns(i):
+            continue
+        for key in record.keys() - described.keys():
+            del record[key]
+        for key, value in described.items():
+            empty = isinstance(value, _Shape)
+            record.setdefault(key, _nothing(parameter, value.dtype) if empty else value)
+    return dict(sorted(every.items()))
+
+
+def _nothing(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """What stands on other ranks for a tensor that only a parameter's owner needs."""
+    return torch.empty(0, dtype=dtype, device=parameter.device)
 
 
 class _Shape:
@@ -103,16 +141,20 @@ def adopt_state(team: Team, state: Mapping[Tensor, Any], keep: Callable[[int], b
 
     A collective where records hold DTensors.
     """
-    from .team import SCALARS
-
+    team.announced.clear()
     for i, parameter in enumerate(team.parameters):
         record = state.get(parameter)
-        if not record:
+        if not record or manifold_of(parameter) is not None:
             continue
-        for key, value in list(record.items()):
+        # Ranks may have read the keys in different orders, and must gather in one.
+        for key in sorted(record):
+            value = record[key]
+            if isinstance(value, dict):
+                # What a flattened checkpoint does not have comes as an empty dict.
+                del record[key]
             if not isinstance(value, Tensor):
                 continue
             if hasattr(value, "full_tensor"):
                 record[key] = value = value.full_tensor()
             if not keep(i) and key not in SCALARS:
-                del record[key]
+                record[key] = _nothing(parameter, value.dtype)

@@ -8,31 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rpt.observers.staging import Committed
 
-from ..engine import step_size
-from ..ownership import Live, StepSize, apply_updates
-from ..stack import compute_dtype
-from .exchange import Exchange, Parcel, communication_device
-from .holding import Holding
-from .layout import box_numel, box_shape, box_slices
-from .planner import Plan
+from ..apply import apply_updates, step_size, weight_norms
+from ..manifold import manifold_of
+from ..ownership import Live, StepSize
+from ..store.layout import compute_dtype, form_of
+from ..store.schema import TRAVELLING
+from .holding import Holding, box_numel, box_shape, box_slices
+from .plan import Plan
+from .wire import Exchange, Parcel, communication_device
 
 __all__ = ["SCALARS", "Team"]
 
 # Small numbers of a parameter's state that every rank keeps, whoever owns the rest.
-SCALARS = (
-    "polar_weight",
-    "residual_entropy_rank",
-    "frame_confidence",
-    "frame_coherence",
-    "axial_closure",
-    "gradient_alignment",
-    "root_condition",
-    "root_failures",
-)
+SCALARS = TRAVELLING
 # Beside them: was it updated, its frame compared with an earlier one, were its roots recomputed.
 EVENTS = ("updated", "compared", "refreshed")
 FACTS = (*EVENTS, *SCALARS)
@@ -56,7 +47,7 @@ class Team:
         members: Sequence[tuple[int, Holding]],
         plan: Plan,
         group: dist.ProcessGroup,
-        optimizer: Optimizer,
+        optimizer: Any,
     ) -> None:
         self.members, self.plan, self.group = list(members), plan, group
         self.optimizer = optimizer
@@ -69,15 +60,26 @@ class Team:
         self._laid_out: set[int] = set()
         self._facts = torch.zeros(len(members), len(FACTS), dtype=torch.float64, device=self.device)
         self._columns: dict[str, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
         # Records whose small numbers are views of the columns; a load replaces them.
         self._linked: dict[int, dict[str, Any]] = {}
+        # Parameters whose owners have told the others what their records hold.
+        self.announced: set[int] = set()
         buckets = range(plan.buckets)
-        self._inside = [[i for i, b in enumerate(plan.bucket) if b == k] for k in buckets]
+        # Points on a manifold do not travel: every rank steps those that it holds.
+        flat = [i for i, p in enumerate(self.parameters) if manifold_of(p) is None]
+        self._inside = [[i for i in flat if plan.bucket[i] == k] for k in buckets]
         self._gathers = [self._gathering(k) for k in buckets]
         self._deliveries = [self._delivering(k) for k in buckets]
 
     def owns(self, index: int) -> bool:
         return self.plan.owner[index] == self.rank
+
+    def name(self, index: int) -> str:
+        """How messages call a parameter."""
+        g, parameter = self.members[index][0], self.parameters[index]
+        among = self.optimizer.param_groups[g]["params"]
+        return self.optimizer.parameter_name(g, [id(p) for p in among].index(id(parameter)))
 
     @property
     def wire_bytes(self) -> int:
@@ -101,6 +103,11 @@ class Team:
                     outgoing.append(Parcel(owner, i, box_shape(box), dtype))
                 if owner == self.rank:
                     incoming.append(Parcel(source, i, box_shape(box), dtype))
+                # Beside each piece of the gradient, the length of that piece of the weight.
+                if source == self.rank:
+                    outgoing.append(Parcel(owner, ("norm", i), (), torch.float64))
+                if owner == self.rank:
+                    incoming.append(Parcel(source, ("norm", i), (), torch.float64))
         return Exchange(outgoing, incoming, self.group, self.device)
 
     def _delivering(self, bucket: int) -> Exchange:
@@ -151,6 +158,8 @@ class Team:
                 continue
             if holding.source(box, owner) == self.rank and box_numel(box):
                 exchange.outgoing(owner, i).copy_(holding.local(self.live[i][2]))
+                length = weight_norms([holding.local(holding.parameter)])
+                exchange.outgoing(owner, ("norm", i)).copy_(length[0])
         exchange.launch()
 
     def portion(self, bucket: int) -> list[Live]:
@@ -172,13 +181,31 @@ class Team:
         if not holding.sharded:
             return local
         whole = local.new_empty(tuple(holding.global_shape()))
+        squares = []
         for box in dict.fromkeys(holding.boxes):
             if not box_numel(box):
                 continue
             source = holding.source(box, self.rank)
             piece = local if source == self.rank else self._gathers[bucket].incoming(source, i)
             whole[box_slices(box)].copy_(piece)
+            if source == self.rank:
+                length = weight_norms([holding.local(holding.parameter)])[0].double()
+            else:
+                length = self._gathers[bucket].incoming(source, ("norm", i)).to(local.device)
+            squares.append(length * length)
+        self._norms[i] = torch.stack(squares).sum().sqrt() if squares else local.new_zeros(())
         return whole
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """‖W‖ of whole parameters of the present bucket, (k,)."""
+        lengths = []
+        for parameter in parameters:
+            i = self.position[id(parameter)]
+            if self.members[i][1].sharded:
+                lengths.append(self._norms[i])
+            else:
+                lengths.append(weight_norms([self.members[i][1].local(parameter)])[0])
+        return torch.stack([length.to(compute_dtype(parameters[0])) for length in lengths])
 
     def accept(
         self,
@@ -245,7 +272,7 @@ class Team:
         for column, key in enumerate(FACTS):
             if key in SCALARS:
                 values = [record.get(key, nothing) for record in records]
-                self._facts[indices, column] = torch.stack([v.to(nothing) for v in values])
+                self._facts[indices, column] = torch.stack([v.to(nothing).mean() for v in values])
 
     def settle(self, bucket: int) -> list[int]:
         """Wait for a bucket's results and write them; returns the ranks that failed."""
@@ -322,13 +349,15 @@ class Team:
         for i in remote:
             record = self.optimizer.state[self.parameters[i]]
             record["step"] = record.get("step", 0) + 1
-            matrix = self.parameters[i].ndim >= 2
+            group = self.optimizer.param_groups[self.members[i][0]]
+            matrix = form_of(self.parameters[i], group).matrix
             seen = self.parameters[i] in observed.ranks or observed.global_rank is not None
             record["observations"] = record.get("observations", 0) + (matrix and seen)
             record.setdefault("skipped", 0)
             if self._linked.get(i) is not record:
                 for key in SCALARS:
-                    record[key] = self._columns[key][i]
+                    if matrix or not key.startswith("root_"):
+                        record[key] = self._columns[key][i]
                 if matrix:
                     record.setdefault("last_root_step", 0)
                     record.setdefault("root_refreshes", 0)

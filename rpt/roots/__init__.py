@@ -2,7 +2,7 @@
 
 from .base import Damping, Refresh, RootBackend
 from .check import BackendError, check_backend
-from .decompose import inverse_root
+from .eigh import inverse_root
 from .kronecker import (
     AutoRoots,
     BlockedRoots,

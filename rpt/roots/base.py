@@ -20,7 +20,7 @@ class Damping(NamedTuple):
         ridge: floor relative to the mean eigenvalue (`matrix_ridge`).
         absolute: absolute floor in the units of the covariance (ε²), (b,).
         shapes: true (rows, cols) of matrices padded with zeros to the stack's shape, (b, 2); None for
-            no padding. Only backends whose `pads` says so ever see it.
+            no padding. Only a backend whose `pads` says yes ever sees it.
         products: whether only matrix products may be used: decompositions wait for the host.
     """
 
@@ -51,15 +51,26 @@ class RootBackend(ABC):
     state, so one instance serves any number of parameters.
 
     Subclass it, give an instance to `ResidualPolarTransport(..., roots=instance)`, and let
-    `rpt.roots.check_backend(instance)` say what is wrong with it.
+    `rpt.roots.check_backend(instance)` say what is wrong with it. `create`, `accumulate`, `refresh` and
+    `apply` are enough. The rest is offered: each of these may be overridden alone, and `check_backend`
+    tests what a backend says it can do.
+
+        drift              refreshes by a threshold, not by age alone
+        accumulate_sides   second moments that an observer measured
+        any_strides        gradients that are not contiguous, without a copy
+        capturable         steps without a host (`capturable=True`)
+        pads, crop         matrices of several shapes in one stack
+        without_drift      less state where no drift is asked for
+
+    Attributes:
+        any_strides: whether `accumulate` and `apply` take a gradient of any strides. Where not, a matrix
+            that is kept tall is copied first, so that `view` works on it as on any fresh tensor.
+        capturable: whether `refresh` follows `Damping.products`, and nothing here ever reads a value on
+            the host.
     """
 
-    # Whether `accumulate` and `apply` take a gradient of any strides. Where not, a matrix that is kept
-    # tall is copied before they see it, so that `view` works on it as on any fresh tensor.
-    any_strides = False
-    # Whether `refresh` follows `Damping.products`, and nothing here ever reads a value on the host: what
-    # `capturable=True` needs.
-    capturable = False
+    any_strides: bool = False
+    capturable: bool = False
 
     @abstractmethod
     def create(
@@ -68,8 +79,14 @@ class RootBackend(ABC):
         """Fresh state: zero statistics, and roots under which `apply` returns the gradient itself."""
 
     @abstractmethod
-    def accumulate(self, state: State, gradient: Tensor, beta2: float) -> None:
-        """Add one gradient (b, rows, cols) to the running statistics, in place."""
+    def accumulate(
+        self, state: State, gradient: Tensor, beta2: float, shapes: Tensor | None = None
+    ) -> None:
+        """Add one gradient (b, rows, cols) to the running statistics, in place.
+
+        `shapes` is given where zeros pad the matrices: the true (rows, cols) of each, (b, 2). A backend
+        that never pads may leave the argument out.
+        """
 
     @abstractmethod
     def refresh(
@@ -92,16 +109,49 @@ class RootBackend(ABC):
         """
         return torch.zeros_like(correction)
 
+    def accumulate_sides(
+        self,
+        state: State,
+        gradient: Tensor,
+        beta2: float,
+        *,
+        left: Tensor | None = None,
+        right: Tensor | None = None,
+        shapes: Tensor | None = None,
+    ) -> None:
+        """`accumulate`, with second moments measured by an observer in place of the gradient's own.
+
+            L <- β2 L + (1-β2) left        R <- β2 R + (1-β2) right
+
+        A side that is None is estimated from the gradient, as `accumulate` does.
+
+        Args:
+            state: changed in place.
+            gradient: (b, rows, cols); not looked at where both sides are given.
+            beta2: decay.
+            left: symmetric positive semidefinite, (b, rows, rows); of the output cotangents Δ (B, rows)
+                of a linear layer it is B·ΔᵀΔ.
+            right: likewise, (b, cols, cols); of its activations X it is XᵀX / B.
+            shapes: as in `accumulate`.
+
+        Raises:
+            NotImplementedError: a backend that does not offer it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} takes no observed second moments: it has no accumulate_sides"
+        )
+
     def pads(self, rows: int, cols: int) -> bool:
         """Whether smaller matrices may share a (rows, cols) stack, padded with zeros.
 
-        A backend that says yes gets the true shapes, (b, 2), as `Damping.shapes` at a refresh and as a
-        fourth argument of `accumulate`, and implements `crop`.
+        A backend that says yes gets the true shapes, (b, 2), as `Damping.shapes` at a refresh and as the
+        argument `shapes` of `accumulate`, and implements `crop`. Gradients are zero in the padding, and
+        requests must be.
         """
         return False
 
     def crop(self, key: str, value: Tensor, rows: int, cols: int) -> Tensor:
-        """The part of one matrix's state entry that an unpadded (rows, cols) matrix would have."""
+        """The part of one matrix's state entry that an unpadded (rows, cols) matrix would have, a view."""
         return value
 
     def without_drift(self) -> RootBackend:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .base import Damping, Refresh, RootBackend, State
 
@@ -26,7 +31,8 @@ def check_backend(backend: RootBackend) -> None:
     """Run a root backend through the contract of `rpt.roots.RootBackend`.
 
     Covers several shapes, float32 and float64, one step and several, zero gradients, scaled gradients,
-    batches against single matrices, and statistics that no solver can decompose.
+    batches against single matrices, statistics that no solver can decompose, and whatever the backend
+    says it can do beyond that: gradients of any strides, steps without a host, padding, observed sides.
 
     Raises:
         TypeError: `backend` is no `RootBackend` instance.
@@ -54,18 +60,43 @@ def _gradients(rows: int, cols: int, dtype: torch.dtype, steps: int = 3) -> Tens
     return torch.randn(steps, 2, rows, cols, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _run(backend: RootBackend, gradients: Tensor) -> tuple[State, Tensor, Refresh]:
-    """Feed gradients (steps, b, rows, cols); return the state, the last request, the last refresh."""
+Accumulate = Callable[[State, Tensor], None]
+
+
+def _run(
+    backend: RootBackend,
+    gradients: Tensor,
+    *,
+    shapes: Tensor | None = None,
+    products: bool = False,
+    accumulate: Accumulate | None = None,
+    watch: AbstractContextManager[Any] | None = None,
+) -> tuple[State, Tensor, Refresh]:
+    """Feed gradients (steps, b, rows, cols); return the state, the last request, the last refresh.
+
+    Args:
+        shapes, products: for `Damping`, and shapes for `accumulate`.
+        accumulate: in place of the backend's own.
+        watch: active while the backend works.
+    """
     _, batch, rows, cols = gradients.shape
     device = gradients.device
     state = backend.create(batch, rows, cols, dtype=gradients.dtype, device=device)
     refreshed = Refresh(gradients.new_ones(batch), torch.zeros(batch, dtype=torch.bool))
-    for step, gradient in enumerate(gradients, 1):
-        backend.accumulate(state, gradient, _BETA2)
-        correction = gradient.new_full((batch,), 1 - _BETA2**step)
-        damping = Damping(1e-4, gradient.new_zeros(batch))
-        refreshed = backend.refresh(state, (rows, cols), correction, damping)
-    return state, backend.apply(state, gradients[-1]), refreshed
+    damping = Damping(1e-4, gradients.new_zeros(batch), shapes, products)
+    corrections = [
+        gradients.new_full((batch,), 1 - _BETA2 ** (t + 1)) for t in range(len(gradients))
+    ]
+    with watch or nullcontext():
+        for gradient, correction in zip(gradients, corrections, strict=True):
+            if accumulate is not None:
+                accumulate(state, gradient)
+            elif shapes is None:
+                backend.accumulate(state, gradient, _BETA2)
+            else:
+                backend.accumulate(state, gradient, _BETA2, shapes)
+            refreshed = backend.refresh(state, (rows, cols), correction, damping)
+        return state, backend.apply(state, gradients[-1]), refreshed
 
 
 def _check_shape(backend: RootBackend, rows: int, cols: int, dtype: torch.dtype) -> list[str]:
@@ -109,7 +140,132 @@ def _check_shape(backend: RootBackend, rows: int, cols: int, dtype: torch.dtype)
             problems.append("a batch of matrices gives another request than each matrix alone")
             break
     problems += _check_hard(backend, gradients)
+    for claim in (_check_strides, _check_products, _check_padding, _check_sides, _check_driftless):
+        try:
+            problems += claim(backend, gradients, request, tolerance)
+        except Exception as error:
+            problems.append(f"{claim.__doc__}: raised {type(error).__name__}: {error}")
     return problems
+
+
+def _check_strides(
+    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
+) -> list[str]:
+    """any_strides"""
+    tall = gradients.mT.contiguous().mT
+    if not backend.any_strides or _close(_run(backend, tall)[1], request, tolerance):
+        return []
+    return ["any_strides: a gradient that lies tall in memory gives another request"]
+
+
+def _check_products(
+    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
+) -> list[str]:
+    """capturable"""
+    if not backend.capturable:
+        return []
+    watch = _HostReads()
+    found = _run(backend, gradients, products=True, watch=watch)[1]
+    problems = [f"capturable: it calls {name}, which waits for the host" for name in watch.found]
+    # Roots by products are damped a little differently: the same direction, no more is asked.
+    cosine = torch.cosine_similarity(found.flatten(1), request.flatten(1))
+    if not (cosine > 0.9).all():
+        problems.append("capturable: with Damping.products the request is another one")
+    return problems
+
+
+class _HostReads(TorchDispatchMode):
+    """Notes operations whose result, or whose status, the host has to wait for."""
+
+    WAITING = (
+        "_local_scalar_dense", "_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_eigvals",
+        "linalg_lstsq", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.WAITING:
+            self.found[name] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _check_padding(
+    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
+) -> list[str]:
+    """pads"""
+    steps, batch, rows, cols = gradients.shape
+    wide, long = rows + 2, cols + 3
+    if not backend.pads(wide, long):
+        return []
+    padded = gradients.new_zeros(steps, batch, wide, long)
+    padded[..., :rows, :cols] = gradients
+    shapes = gradients.new_tensor([[rows, cols]]).repeat(batch, 1)
+    state, found, _ = _run(backend, padded, shapes=shapes)
+    problems = []
+    if not _close(found[:, :rows, :cols], request, tolerance):
+        problems.append("pads: zeros around a matrix change its request")
+    if found[:, rows:].any() or found[:, :, cols:].any():
+        problems.append("pads: the request is not zero where the gradient is padding")
+    for key, value in _run(backend, gradients)[0].items():
+        cropped = backend.crop(key, state[key][0], rows, cols)
+        if cropped.shape != value[0].shape:
+            problems.append(
+                f"pads: crop gives {key!r} the shape {tuple(cropped.shape)}, an unpadded matrix has "
+                f"{tuple(value[0].shape)}"
+            )
+        elif cropped.numel() and cropped.untyped_storage().data_ptr() != (
+            state[key].untyped_storage().data_ptr()
+        ):
+            problems.append(f"pads: crop copies {key!r}: it must return a view")
+    return problems
+
+
+def _check_sides(
+    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
+) -> list[str]:
+    """accumulate_sides"""
+    if type(backend).accumulate_sides is RootBackend.accumulate_sides:
+        return []
+    problems = []
+    rows, cols = request.shape[-2:]
+    for given in (("left", "right"), ("left",), ("right",)):
+
+        def accumulate(state: State, gradient: Tensor, given: tuple[str, ...] = given) -> None:
+            own = {"left": gradient @ gradient.mT / cols, "right": gradient.mT @ gradient / rows}
+            sides = {name: own[name] for name in given}
+            # With both sides given the gradient has no say.
+            seen = torch.full_like(gradient, torch.nan) if len(given) == 2 else gradient
+            before = {key: value.data_ptr() for key, value in state.items()}
+            backend.accumulate_sides(state, seen, _BETA2, **sides)
+            if before != {key: value.data_ptr() for key, value in state.items()}:
+                problems.append("accumulate_sides replaces tensors: it must change them in place")
+
+        found = _run(backend, gradients, accumulate=accumulate)[1]
+        if not _close(found, request, tolerance):
+            named = " and ".join(given)
+            problems.append(
+                f"accumulate_sides: the gradient's own covariance given as {named} does not give the "
+                "request of accumulate"
+            )
+    return problems
+
+
+def _check_driftless(
+    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
+) -> list[str]:
+    """without_drift"""
+    light = backend.without_drift()
+    if not isinstance(light, RootBackend):
+        return [f"without_drift returns a {type(light).__name__}, not a backend"]
+    if _close(_run(light, gradients)[1], request, tolerance):
+        return []
+    return ["without_drift: the backend it returns gives another request"]
 
 
 def _check_state(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, RootBackend, State
+from .factors import BlockSide, DiagonalSide, Side
 from .low_rank import LowRankSide
 from .packed import packed_length
-from .sides import BlockSide, DiagonalSide, ScalarSide, Side
 
 __all__ = [
     "AutoRoots",
@@ -29,10 +29,19 @@ Drift = Literal["exact", "sketch", "age"]
 
 
 class KroneckerRoots(RootBackend):
-    """A metric made of two sides; subclasses say which kind of side a length gets."""
+    """A metric made of two sides; subclasses say which kind of side a length gets.
+
+    Padding is promised by a class for itself (`class Mine(KroneckerRoots, padding=True)`) and not
+    handed down: a subclass that overrides a method may count on the shapes it is shown.
+    """
 
     any_strides = True
     capturable = True
+    _padding = False
+
+    def __init_subclass__(cls, *, padding: bool = False, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls._padding = padding
 
     def side(self, size: int, other: int) -> Side:
         """The representation of a side of `size` entries facing one of `other`."""
@@ -48,18 +57,30 @@ class KroneckerRoots(RootBackend):
     def accumulate(
         self, state: State, gradient: Tensor, beta2: float, shapes: Tensor | None = None
     ) -> None:
+        self.accumulate_sides(state, gradient, beta2, shapes=shapes)
+
+    def accumulate_sides(
+        self,
+        state: State,
+        gradient: Tensor,
+        beta2: float,
+        *,
+        left: Tensor | None = None,
+        right: Tensor | None = None,
+        shapes: Tensor | None = None,
+    ) -> None:
         rows, cols = gradient.shape[-2:]
-        left, right = self.side(rows, cols), self.side(cols, rows)
-        if shapes is None:
-            left.accumulate(state, "left", gradient, beta2)
-            right.accumulate(state, "right", gradient.mT, beta2)
-            return
-        # Each side divides by the other's true length. Only blocks pad.
-        assert isinstance(left, BlockSide)
-        assert isinstance(right, BlockSide)
-        true_rows, true_cols = shapes.split(1, dim=1)
-        left.accumulate(state, "left", gradient, beta2, true_cols)
-        right.accumulate(state, "right", gradient.mT, beta2, true_rows)
+        # Each side divides by the other's true length.
+        true_rows, true_cols = (rows, cols) if shapes is None else shapes.unbind(1)
+        for name, measured, own, size, other, count in (
+            ("left", left, gradient, rows, cols, true_cols),
+            ("right", right, gradient.mT, cols, rows, true_rows),
+        ):
+            side = self.side(size, other)
+            if measured is None:
+                side.accumulate(state, name, own, beta2, count)
+            else:
+                side.absorb(state, name, measured, beta2)
 
     def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
         rows, cols = shape
@@ -87,10 +108,8 @@ class KroneckerRoots(RootBackend):
         return self.side(cols, rows).apply(state, "right", whitened.mT).mT
 
     def pads(self, rows: int, cols: int) -> bool:
-        # A subclass of the user's own may care about the shapes it is shown.
-        if type(self) not in _NAMES:
-            return False
-        return self.side(rows, cols).pads(rows) and self.side(cols, rows).pads(cols)
+        left, right = self.side(rows, cols), self.side(cols, rows)
+        return self._padding and left.pads(rows) and right.pads(cols)
 
     def crop(self, key: str, value: Tensor, rows: int, cols: int) -> Tensor:
         size = rows if key.startswith("left") else cols
@@ -111,7 +130,7 @@ class KroneckerRoots(RootBackend):
 
 
 @dataclass(frozen=True)
-class FullRoots(KroneckerRoots):
+class FullRoots(KroneckerRoots, padding=True):
     """A dense factor for both sides: the metric of the RPT guide.
 
     Attributes:
@@ -126,7 +145,7 @@ class FullRoots(KroneckerRoots):
 
 
 @dataclass(frozen=True)
-class BlockedRoots(KroneckerRoots):
+class BlockedRoots(KroneckerRoots, padding=True):
     """Block-diagonal factors: blocks of at most `block_size` rows, ragged at the edge.
 
     Attributes:
@@ -165,7 +184,7 @@ class LowRankRoots(KroneckerRoots):
 
 
 @dataclass(frozen=True)
-class AutoRoots(KroneckerRoots):
+class AutoRoots(KroneckerRoots, padding=True):
     """Full for small sides, blocked above, one-sided for very long ones.
 
     Attributes:
@@ -195,7 +214,7 @@ class NoRoots(KroneckerRoots):
     """No metric: only the request's scale is normalised (an ablation)."""
 
     def side(self, size: int, other: int) -> Side:
-        return ScalarSide()
+        return DiagonalSide(shared=True)
 
 
 # Sides are settings only: one object serves every step.

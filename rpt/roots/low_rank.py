@@ -9,13 +9,14 @@ per refresh. The trace beyond the leading eigenvalues is spread evenly over the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, State
-from .decompose import eigenvalue_floor
-from .sides import keep_where, relative_change
+from .eigh import decompose, eigenvalue_floor, eigh_shapes
+from .factors import keep_where, relative_change
 
 __all__ = ["LowRankSide"]
 
@@ -45,12 +46,20 @@ class LowRankSide:
             f"{name}_tail_gain": like.new_ones(batch),
         }
 
-    def accumulate(self, state: State, name: str, gradient: Tensor, beta2: float) -> None:
-        other = gradient.shape[-1]
-        seen = gradient.mT @ state[f"{name}_basis"]
-        state[f"{name}_sketch"].baddbmm_(gradient, seen, beta=beta2, alpha=(1.0 - beta2) / other)
-        square = torch.linalg.matrix_norm(gradient).square() / other
-        state[f"{name}_trace"].lerp_(square, 1.0 - beta2)
+    def accumulate(
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+    ) -> None:
+        count = count.view(-1, 1, 1) if isinstance(count, Tensor) else count
+        seen = gradient.mT @ state[f"{name}_basis"] / count
+        state[f"{name}_sketch"].baddbmm_(gradient, seen, beta=beta2, alpha=1.0 - beta2)
+        square = torch.linalg.vector_norm(gradient, dim=(-2, -1), keepdim=True).square() / count
+        state[f"{name}_trace"].lerp_(square.flatten(), 1.0 - beta2)
+
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
+        basis = state[f"{name}_basis"]
+        state[f"{name}_sketch"].baddbmm_(moment, basis, beta=beta2, alpha=1.0 - beta2)
+        trace = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
+        state[f"{name}_trace"].lerp_(trace, 1.0 - beta2)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         core = state[f"{name}_basis"].mT @ state[f"{name}_sketch"] / correction.view(-1, 1, 1)
@@ -107,8 +116,7 @@ def _nystrom(basis: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         orthonormal vectors (b, size, rank), values (b, rank) descending and >= 0, failed (b,).
     """
-    finite = sketch.isfinite().all(-1).all(-1)
-    q, y = basis.double(), torch.where(finite[:, None, None], sketch, 0.0).double()
+    q, y = basis.double(), sketch.double()
     core = q.mT @ y
     core = 0.5 * (core + core.mT)
     # float32 accumulation leaves the core indefinite by about eps·trace: shift past that.
@@ -116,20 +124,17 @@ def _nystrom(basis: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shift = (torch.finfo(basis.dtype).eps * trace).clamp_min(torch.finfo(torch.float64).tiny)
     y = y + shift[:, None, None] * q
     core = core + torch.diag_embed(shift[:, None].expand(core.shape[:-1]))
-    try:
-        values, vectors = torch.linalg.eigh(core)
-        halves = y @ (vectors * values.clamp_min(shift[:, None]).rsqrt().unsqueeze(-2))
-        u, s, _ = torch.linalg.svd(halves, full_matrices=False)
-    except torch.linalg.LinAlgError:
-        if len(basis) > 1:  # one that fails is marked, the others are not lost
-            singles = [_nystrom(basis[i : i + 1], sketch[i : i + 1]) for i in range(len(basis))]
-            vectors, values, failed = (torch.cat(part) for part in zip(*singles, strict=True))
-            return vectors, values, failed
-        return basis, torch.zeros_like(basis[:, 0]), torch.ones_like(finite)
-    usable = finite & u.isfinite().all(-1).all(-1) & (trace > 0)
+    (values, vectors), failed = decompose(torch.linalg.eigh, core, eigh_shapes(core))
+    halves = y @ (vectors * values.clamp_min(shift[:, None]).rsqrt().unsqueeze(-2))
+    size, rank = halves.shape[-2:]
+    (u, s, _), lost = decompose(
+        partial(torch.linalg.svd, full_matrices=False),
+        halves,
+        [(size, rank), (rank,), (rank, rank)],
+    )
     eigenvalues = (s.square() - shift[:, None]).clamp_min(0)
     # A covariance that is still zero keeps its basis; zero eigenvalues are then the right answer.
-    empty = finite & (trace <= 0)
+    empty = trace <= 0
     u = torch.where(empty[:, None, None], q, u)
     eigenvalues = torch.where(empty[:, None], 0.0, eigenvalues)
-    return u.to(basis), eigenvalues.to(basis), ~(usable | empty)
+    return u.to(basis), eigenvalues.to(basis), failed | lost

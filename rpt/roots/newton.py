@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .decompose import InverseRoot, eigenvalue_floor
+from .eigh import InverseRoot, eigenvalue_floor
 
 __all__ = ["newton_inverse_root"]
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "packed_length", "relative_change_packed", "unpack"]
+__all__ = ["lower", "pack", "packed_length", "relative_change_packed", "unpack"]
 
 
 def packed_length(size: int) -> int:
@@ -20,30 +20,38 @@ def packed_length(size: int) -> int:
 
 
 @cache
-def _positions(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the triangle's entries lie in the flattened matrix: as (row, column) and as (column, row)."""
+def lower(size: int, device: torch.device, mode: object = None) -> tuple[Tensor, Tensor]:
+    """Where the triangle's entries lie in the flattened matrix: as (row, column) and as (column, row).
+
+    `mode` is that of fake tensors (`fake_mode`): what is made for one may be used in no other.
+    """
     rows, cols = torch.tril_indices(size, size, device=device)
     kind = torch.int32 if size**2 < 2**31 else torch.int64
     return (rows * size + cols).to(kind), (cols * size + rows).to(kind)
 
 
 @cache
-def _weights(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _weights(size: int, dtype: torch.dtype, device: torch.device, mode: object = None) -> Tensor:
     """√2 off the diagonal, 1 on it: a triangle times these has the whole matrix's Frobenius norm."""
     rows, cols = torch.tril_indices(size, size, device=device)
     weights = torch.full(rows.shape, 2.0**0.5, dtype=dtype, device=device)
     return weights.masked_fill_(rows == cols, 1.0)
 
 
+def fake_mode(tensor: Tensor) -> object:
+    """The mode of a fake tensor, None of a real one."""
+    return getattr(tensor, "fake_mode", None)
+
+
 def pack(matrix: Tensor) -> Tensor:
     """(b, n, n) symmetric -> (b, n(n+1)/2); only the lower triangle is read."""
-    size = matrix.shape[-1]
-    return matrix.flatten(1).index_select(1, _positions(size, matrix.device)[0])
+    below, _ = lower(matrix.shape[-1], matrix.device, fake_mode(matrix))
+    return matrix.flatten(1).index_select(1, below)
 
 
 def unpack(packed: Tensor, size: int) -> Tensor:
     """(b, n(n+1)/2) -> (b, n, n), exactly symmetric."""
-    below, above = _positions(size, packed.device)
+    below, above = lower(size, packed.device, fake_mode(packed))
     flat = packed.new_empty(len(packed), size * size)
     flat.index_copy_(1, above.long(), packed).index_copy_(1, below.long(), packed)
     return flat.view(-1, size, size)
@@ -51,7 +59,7 @@ def unpack(packed: Tensor, size: int) -> Tensor:
 
 def relative_change_packed(now: Tensor, reference: Tensor, size: int) -> Tensor:
     """‖now - reference‖_F / ‖reference‖_F of packed matrices (b, c, n(n+1)/2), over all but b; 0/0 is 0."""
-    weights = _weights(size, now.dtype, now.device)
+    weights = _weights(size, now.dtype, now.device, fake_mode(now))
     change = torch.linalg.vector_norm(((now - reference) * weights).flatten(1), dim=1)
     length = torch.linalg.vector_norm((reference * weights).flatten(1), dim=1)
     return torch.where(change > 0, change / length, 0.0)

@@ -17,9 +17,9 @@ def run(strategy: str, inplace: bool, residual: bool, needs_input_gradient: bool
     recorded = []
     original = tap.TapSite.record
 
-    def record(self, sketched, cotangents):
+    def record(self, sketched, cotangents, *weight):
         recorded.append((sketched.clone(), cotangents.clone()))
-        original(self, sketched, cotangents)
+        original(self, sketched, cotangents, *weight)
 
     monkeypatch.setattr(tap.TapSite, "record", record)
     x = torch.tensor([[1.0, -2.0]], requires_grad=needs_input_gradient)

@@ -19,11 +19,11 @@ from rpt.geometry.rt_filter import (
 from rpt.geometry.rt_filter.transport import check_times, relative_times
 
 LAYERS = {
-    "polar": lambda **o: PolarAttention(8, 2, head_dim=2, causal=False, **o),
-    "polar, exact": lambda **o: PolarAttention(8, 2, directional="exact", causal=False, **o),
-    "polar, Bayesian gain": lambda **o: PolarAttention(8, 2, gain="bayes", causal=False, **o),
-    "standard": lambda **o: PolarAttention.standard(8, 2, causal=False, **o),
-    "robust filter": lambda **o: RobustFilterAttention(8, 2, causal=False, **o),
+    "polar": lambda **o: PolarAttention(8, 2, head_dim=2, is_causal=False, **o),
+    "polar, exact": lambda **o: PolarAttention(8, 2, directional="exact", is_causal=False, **o),
+    "polar, Bayesian gain": lambda **o: PolarAttention(8, 2, gain="bayes", is_causal=False, **o),
+    "standard": lambda **o: PolarAttention.standard(8, 2, is_causal=False, **o),
+    "robust filter": lambda **o: RobustFilterAttention(8, 2, is_causal=False, **o),
 }
 BACKENDS = ["auto", "dense", "chunked"]
 
@@ -105,7 +105,9 @@ def test_case_25_what_is_masked_never_leaks(layer, backend, bad):
     late[:, 3] = bad
     for call in ({"causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}):
         y = attention(late, **call)
-        torch.testing.assert_close(y[:, :3], attention(x, causal=True)[:, :3], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            y[:, :3], attention(x, is_causal=True)[:, :3], rtol=1e-6, atol=1e-6
+        )
         assert torch.isnan(y[:, 3:]).all()
 
 

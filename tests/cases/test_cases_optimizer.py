@@ -407,7 +407,7 @@ def test_case_07_loading_keeps_every_dtype(dtype, roots):
         assert_bitwise(dict(loaded.state[q]), dict(optimizer.state[p]))
     assert float(loaded.state[twin.weight][factor][entry]) == pytest.approx(1.001, abs=1e-7)
     assert loaded.state[twin.weight]["step"] == 6
-    assert isinstance(loaded.state[twin.weight]["step"], int)
+    assert loaded.state[twin.weight]["step"].dtype == torch.int64
     train_16(model, optimizer, 6, 2)
     train_16(twin, loaded, 6, 2)
     assert_bitwise(snapshot(loaded), snapshot(optimizer))
@@ -485,7 +485,7 @@ def test_case_12_group_options_are_kept():
     added.grad = torch.randn(2, 3)
     optimizer.step()
     rms = float(added.detach().square().mean().sqrt())
-    assert rms == pytest.approx(0.92 * 7e-4, rel=1e-5)
+    assert rms == pytest.approx(1.2 * 7e-4, rel=1e-5)
 
     twins = [nn.Parameter(p.detach().clone()) for p in (*everything, added)]
     loaded = ResidualPolarTransport(
@@ -775,7 +775,9 @@ def test_case_15_a_scalar_moves_by_the_rate(preset, shape):
     optimizer = ResidualPolarTransport([scalar], lr=0.01, weight_decay=0.0, preset=preset)
     scalar.grad = torch.ones(shape)
     optimizer.step()
-    assert scalar.item() == pytest.approx(1.99, abs=1e-6)
+    # The default preset's `update_rms` times the rate.
+    step = 0.012 if preset == "drop_in" else 0.01
+    assert scalar.item() == pytest.approx(2.0 - step, abs=1e-6)
 
 
 # -- 19: a weight that is used without calling its module -------------------------------------------
@@ -848,9 +850,12 @@ def train_digits(roots, side, hidden, steps, constant_input=False, rounding=Fals
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + 6e-8 * torch.randn_like(p))
+    # Steps of one length: roots are compared here, and a length that follows the signal would turn
+    # their rounding into different curves.
     optimizer = ResidualPolarTransport(
-        model.parameters(), lr=3e-3, betas=(0.9, 0.95), roots=roots, max_root_staleness=10
-    )
+        model.parameters(), lr=3e-3, betas=(0.9, 0.95), roots=roots, max_root_staleness=10,
+        update_rms=0.92, signal_length=False, max_relative_step=None,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(37)
     losses = []
     for _ in range(steps):
@@ -978,7 +983,7 @@ def test_a_forward_without_backward_leaks_nothing():
         del x, out
     gc.collect()
     assert all(ref() is None for ref in alive)
-    assert len(optimizer._stage) == 0
+    assert len(optimizer._observing.stage) == 0
 
 
 def test_inf_never_reaches_a_decomposition():

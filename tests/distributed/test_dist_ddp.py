@@ -161,7 +161,7 @@ def _observed(ownership):
         weights(net),
         [float(r["polar_weight"]) for r in state],
         [float(r["residual_entropy_rank"]) for r in state],
-        [r["observations"] for r in state],
+        [int(r["observations"]) for r in state],
     )
 
 
@@ -237,7 +237,8 @@ def _faults():
         from rpt.roots import FullRoots
 
         backend = FullRoots()
-        for stack in {id(s): s for s, _ in optimizer._registry._home.values()}.values():
+        optimizer._plans.clear()
+        for stack in optimizer._registry._home.values():
             if stack.backend is not None:
                 stack.backend = backend
                 object.__setattr__(backend, "accumulate", fail)
@@ -380,9 +381,9 @@ def _alone():
     if dist.get_rank() == 0:
         from datetime import timedelta
 
-        from rpt.distributed import handshake
+        from rpt.distributed import agreement
 
-        handshake.PATIENCE = timedelta(seconds=1)
+        agreement.PATIENCE = timedelta(seconds=1)
         try:
             optimizer.state_dict()
         except RuntimeError as error:

@@ -91,6 +91,10 @@ def _layouts(names):
         parts, part = size, rank
         if name == "paper":
             options = {"preset": "paper"}
+        elif name.startswith("bound"):
+            # So small a share that every matrix's step is cut to it.
+            options = {"max_relative_step": 1e-3}
+            options |= {"ownership": "replicated"} if "replicated" in name else {}
         elif name == "replicated":
             options = {"ownership": "replicated"}
         elif name == "float32":
@@ -114,6 +118,7 @@ def _layouts(names):
         state = [optimizer.state[p] for p in net.parameters()]
         out[name] = {
             "weights": whole(net),
+            "capped": [float(r["step_capped"]) for r in state],
             "polar": [float(r["polar_weight"]) for r in state],
             "report": report(optimizer),
             "rows": [p.to_local().shape[0] for p in net.parameters()],
@@ -135,14 +140,20 @@ def _compare(results, name, expected):
 
 def test_fsdp2_equals_the_unsharded_step():
     names = ["rows", "paper", "replicated", "float32", "bf16 compute", "observed", "offload"]
+    names += ["bound", "bound, replicated"]
     results = run(_layouts, 2, names)
     for name in names:
         options = {"preset": "paper"} if name == "paper" else {}
+        options |= {"max_relative_step": 1e-3} if name.startswith("bound") else {}
         dtype = torch.float32 if name in TOLERANCES else torch.float64
         if name != "observed":
             _compare(results, name, single(dtype, **options))
     # The case is really there: a rank without a row of the 1×6 weight.
     assert results[1]["rows"]["rows"][-2] == 0
+    # The share of a matrix is that of the whole one, on every rank alike; thin ones are vectors.
+    for r in results:
+        assert sum(r["bound"]["capped"]) == sum(r["bound, replicated"]["capped"]) == 5
+        assert sum(r["rows"]["capped"]) == 0
     first, second = (r["observed"] for r in results)
     assert first["polar"] == second["polar"]
     assert any(0 < p < 0.999 for p in first["polar"])
@@ -233,7 +244,7 @@ def _accumulated(names):
                 net.set_requires_gradient_sync(last)
             x, y = x.chunk(size)[rank], y.chunk(size)[rank]
             ((net(x) - y).square().mean() / 2).backward()
-            staged.append(len(optimizer._stage))
+            staged.append(len(optimizer._observing.stage))
             if n == 3:
                 # As after a loss scale's overflow: no step, and gradients cleared by the model.
                 net.zero_grad()

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpt.distributed.layout import box_numel, box_slices, shard_box, whole_box
-from rpt.distributed.planner import CostModel, Item, make_plan
+from rpt.distributed.holding import box_numel, box_slices, shard_box, whole_box
+from rpt.distributed.plan import Item, make_plan
 from rpt.roots import AutoRoots, FullRoots
+from rpt.store.cost import CostModel
 
 items = st.lists(
     st.builds(

@@ -59,7 +59,7 @@ def test_sites_are_declared_and_collected_from_nested_modules():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("additive", [None, False, True])
 def test_block_matches_loops_over_heads_and_queries(causal, additive):
-    block = _block(causal=causal)
+    block = _block(is_causal=causal)
     x = _tokens(2, 5)
     allowed = torch.ones(5, 5, dtype=torch.bool)
     mask = None
@@ -85,7 +85,7 @@ def test_mask_per_sample_and_head():
 
 
 def test_any_leading_dimensions():
-    block = _block(causal=True)
+    block = _block(is_causal=True)
     x = _tokens(2, 3, 4)
     flat = block(x.flatten(0, 1)).unflatten(0, (2, 3))
     torch.testing.assert_close(block(x), flat)
@@ -94,7 +94,7 @@ def test_any_leading_dimensions():
 
 
 def test_causal_block_does_not_look_ahead():
-    block = _block(causal=True)
+    block = _block(is_causal=True)
     x = _tokens(1, 6)
     changed = x.clone()
     changed[:, 4] += 1.0
@@ -107,7 +107,7 @@ def test_causal_block_does_not_look_ahead():
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_fully_masked_query_is_zero_and_harmless(additive, causal):
-    block = _block(causal=causal)
+    block = _block(is_causal=causal)
     allowed = torch.ones(3, 3, dtype=torch.bool)
     allowed[1] = False
     mask = allowed
@@ -135,7 +135,7 @@ def test_dropout_acts_in_training_only():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_block_compiles_without_graph_breaks(causal):
-    block = ContextTransformerBlock(12, 3, causal=causal)
+    block = ContextTransformerBlock(12, 3, is_causal=causal)
     compiled = torch.compile(block, fullgraph=True, backend="eager")
     mask = torch.rand(5, 5) > 0.2
     for arguments in ((torch.randn(2, 5, 12),), (torch.randn(2, 5, 12), mask)):
@@ -155,8 +155,8 @@ def test_mlp_compiles_without_graph_breaks():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((12, 5), "heads must divide d_model"),
-        ((12, 0), "heads must divide"),
+        ((12, 5), "num_heads must divide embed_dim"),
+        ((12, 0), "num_heads"),
         ((12, 3, 1.0), "drop"),
     ],
 )

@@ -271,13 +271,13 @@ def test_compiles_without_graph_breaks():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_in": 0}, "n_in must be at least 1"),
-        ({"rank": 0}, "rank must be at least 1"),
-        ({"context_steps": 0}, "context_steps must be at least 1"),
-        ({"temperature": 0.0}, "temperature must be positive"),
-        ({"temperature": math.nan}, "temperature must be positive"),
-        ({"self_context_strength": -1.0}, "must be finite and not negative"),
-        ({"self_context_strength": math.inf}, "must be finite and not negative"),
+        ({"n_in": 0}, "n_in must be an integer"),
+        ({"rank": 0}, "rank must be an integer"),
+        ({"context_steps": 0}, "context_steps must be an integer"),
+        ({"temperature": 0.0}, "temperature must be a number, finite, above 0"),
+        ({"temperature": math.nan}, "temperature must be a number, finite, above 0"),
+        ({"self_context_strength": -1.0}, "must be a number, finite, at least 0"),
+        ({"self_context_strength": math.inf}, "must be a number, finite, at least 0"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -121,9 +121,9 @@ def test_copies_of_optimizer_and_model_are_independent():
     pickle.loads(pickle.dumps(optimizer))
     copy.deepcopy(optimizer)
     twin(batch(6)).square().mean().backward()
-    before = len(optimizer._stage)
+    before = len(optimizer._observing.stage)
     twin(batch(7)).square().mean().backward()
-    assert len(optimizer._stage) == before
+    assert len(optimizer._observing.stage) == before
 
 
 def test_observation_never_changes_gradients():

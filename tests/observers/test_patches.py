@@ -4,6 +4,7 @@ import pytest
 import torch
 from rpt.observers.patches import (
     MAX_PATCHES,
+    Convolution,
     sampled_cotangents,
     sampled_patches,
     unsupported_convolution,
@@ -25,7 +26,7 @@ CONVOLUTIONS = [
 def test_sampled_rows_satisfy_the_convolution(module, shape):
     x = torch.randn(shape)
     y = module(x)
-    patches = sampled_patches(module, x, y.shape)
+    patches = sampled_patches(Convolution.of(module), x, y.shape)
     rows = sampled_cotangents(y, len(module.kernel_size))
     assert len(patches) == len(rows) <= MAX_PATCHES
     expected = patches @ module.weight.flatten(1).T + module.bias

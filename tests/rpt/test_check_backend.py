@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+import rpt
 from rpt.roots import (
     AutoRoots,
     BackendError,
@@ -64,8 +66,87 @@ def test_a_minimal_backend_conforms():
     check_backend(Minimal())
 
 
-def broken(**methods):
-    return type("Broken", (Minimal,), methods)()
+class Complete(Minimal):
+    """One scale per row and column; takes up everything that the seam offers."""
+
+    any_strides = True
+    capturable = True
+    padding = True
+
+    def create(self, batch, rows, cols, *, dtype, device):
+        sizes = {"row": rows, "col": cols}
+        make = {"dtype": dtype, "device": device}
+        state = {name: torch.zeros(batch, size, **make) for name, size in sizes.items()}
+        roots = {f"{name}_root": torch.ones(batch, size, **make) for name, size in sizes.items()}
+        return state | roots
+
+    def accumulate(self, state, gradient, beta2, shapes=None):
+        self.accumulate_sides(state, gradient, beta2, shapes=shapes)
+
+    def accumulate_sides(self, state, gradient, beta2, *, left=None, right=None, shapes=None):
+        rows, cols = gradient.shape[-2:] if shapes is None else shapes.T[:, :, None]
+        row = left.diagonal(dim1=1, dim2=2) if left is not None else gradient.square().sum(2) / cols
+        col = (
+            right.diagonal(dim1=1, dim2=2) if right is not None else gradient.square().sum(1) / rows
+        )
+        state["row"].lerp_(row, 1 - beta2)
+        state["col"].lerp_(col, 1 - beta2)
+
+    def refresh(self, state, shape, correction, damping):
+        failed = torch.zeros_like(correction, dtype=torch.bool)
+        sizes = shape if damping.shapes is None else damping.shapes.T[:, :, None]
+        for name, size in zip(("row", "col"), sizes, strict=True):
+            value = state[name] / correction[:, None]
+            floor = damping.ridge * value.sum(1, keepdim=True) / size + damping.absolute[:, None]
+            value = torch.maximum(value, floor)
+            bad = ~value.isfinite().all(1)
+            root = torch.where(value > 0, value, 1.0) ** -0.25
+            state[f"{name}_root"].copy_(torch.where(bad[:, None], state[f"{name}_root"], root))
+            failed = failed | bad
+        return Refresh(torch.ones_like(correction), failed)
+
+    def apply(self, state, gradient):
+        return state["row_root"][:, :, None] * gradient * state["col_root"][:, None]
+
+    def pads(self, rows, cols):
+        return self.padding
+
+    def crop(self, key, value, rows, cols):
+        return value[..., : rows if key.startswith("row") else cols]
+
+
+def test_a_backend_of_ones_own_may_do_all_that_the_built_in_ones_do():
+    check_backend(Complete())
+    seen = []
+
+    class Padded(Complete):
+        def accumulate(self, state, gradient, beta2, shapes=None):
+            seen.append(shapes)
+            super().accumulate(state, gradient, beta2, shapes)
+
+    class Alone(Complete):
+        padding = False
+
+    moved = []
+    for backend, capturable in ((Padded(), False), (Alone(), False), (Complete(), True)):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(s)) for s in ((4, 6), (6, 3), (5, 5), (2, 7))]
+        optimizer = rpt.ResidualPolarTransport(
+            weights, 1e-2, roots=backend, max_root_staleness=1, capturable=capturable
+        )
+        for _ in range(4):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        moved.append(weights)
+    assert any(shapes is not None for shapes in seen)
+    for values in zip(*moved, strict=True):
+        torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values[2], values[1], rtol=1e-4, atol=1e-5)
+
+
+def broken(base=Minimal, **methods):
+    return type("Broken", (base,), methods)()
 
 
 def _create(**changes):
@@ -117,6 +198,50 @@ def _absolute(self, state, shape, correction, damping):
     failed = ~value.isfinite()
     state["root"].copy_(torch.where(failed, state["root"], value.rsqrt()))
     return Refresh(torch.ones_like(value), failed)
+
+
+def _viewing(self, state, gradient, beta2, shapes=None):
+    gradient.view(-1)
+    Complete.accumulate(self, state, gradient, beta2, shapes)
+
+
+def _asking(self, state, shape, correction, damping):
+    assert bool((correction > 0).all())
+    return Complete.refresh(self, state, shape, correction, damping)
+
+
+def _padded_mean(self, state, shape, correction, damping):
+    return Complete.refresh(self, state, shape, correction, damping._replace(shapes=None))
+
+
+def _padded_count(self, state, gradient, beta2, shapes=None):
+    Complete.accumulate(self, state, gradient, beta2)
+
+
+def _mirrored(self, state, gradient, beta2, *, left=None, right=None, shapes=None):
+    if right is not None:
+        right = 2 * right
+    Complete.accumulate_sides(self, state, gradient, beta2, left=left, right=right, shapes=shapes)
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        ({"accumulate": _viewing}, "any_strides: raised RuntimeError"),
+        ({"refresh": _asking}, "capturable: it calls _local_scalar_dense"),
+        ({"accumulate": _padded_count}, "pads: zeros around a matrix change its request"),
+        ({"crop": lambda self, key, value, rows, cols: value}, "pads: crop gives 'row'"),
+        ({"crop": lambda self, key, value, rows, cols: Complete().crop(key, value, rows, cols).clone()},
+         "it must return a view"),
+        ({"apply": lambda self, s, g: Complete().apply(s, g) + 1e-9}, "not zero where the gradient is"),
+        ({"accumulate_sides": _mirrored}, "covariance given as right does not give the request"),
+        ({"without_drift": lambda self: None}, "without_drift returns a NoneType"),
+        ({"without_drift": lambda self: Minimal()}, "the backend it returns gives another request"),
+    ],
+)  # fmt: skip
+def test_what_a_backend_says_it_can_do_is_tested(methods, says):
+    with pytest.raises(BackendError, match=says):
+        check_backend(broken(Complete, **methods))
 
 
 @pytest.mark.parametrize(

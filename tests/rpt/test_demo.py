@@ -343,7 +343,8 @@ def test_missing_extras_are_named(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["--steps", "1"])
     assert exit_info.value.code == 2
-    assert "needs matplotlib and tqdm: pip install -e '.[demo]'" in capsys.readouterr().err
+    line = "needs matplotlib and tqdm: pip install 'residual-polar-transport[demo]'"
+    assert line in capsys.readouterr().err
 
 
 def test_dispatch(capsys):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rpt import ResidualPolarTransport
+from rpt.rule.length import HIGHEST
 
 BACKENDS = ["auto", "full", "blocked(block_size=3)", "low_rank(rank=2)", "none"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -147,10 +148,11 @@ def check_everything_stays_finite_and_bounded(data):
             for i, (p, b) in enumerate(zip(params, before, strict=True)):
                 if i in skipped:
                     assert torch.equal(p, b)
-                elif p.numel() > 1 and group["update_rms"]:
+                elif p.numel() > (not group["signal_length"]) and group["update_rms"]:
                     moved = (p.detach().double() - b.double()).square().mean().sqrt()
                     rounding = torch.finfo(p.dtype).eps * b.double().abs().max()
-                    limit = group["lr"] * group["update_rms"] * (1 + 1e-3) * gain
+                    longest = HIGHEST if group["signal_length"] else 1.0
+                    limit = group["lr"] * group["update_rms"] * longest * (1 + 1e-3) * gain
                     assert moved <= limit + rounding
 
 
@@ -189,6 +191,9 @@ def act(data, optimizer, params):
         params.pop()
     elif action == "preset":
         group["update_rms"] = data.draw(st.sampled_from([None, 0.92, 0.2]))
+        group["signal_length"] = data.draw(st.booleans())
+        group["thin_as_vector"] = data.draw(st.booleans())
+        group["max_relative_step"] = data.draw(st.sampled_from([None, 0.07, 1e-3]))
     elif action == "telemetry":
         str(optimizer.telemetry())
     elif action == "copy":

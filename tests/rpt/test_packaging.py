@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -82,6 +83,50 @@ def test_import_is_lean():
         "print('unwanted:', sorted(bad))"
     )
     assert "unwanted: []" in _run(code, cwd=ROOT, path=ROOT)
+
+
+def test_the_package_shows_what_a_user_needs_and_no_more():
+    code = (
+        "import sys, rpt;"
+        "shown = [n for n in dir(rpt) if not n.startswith('_')];"
+        "assert shown == ['RPT', 'ResidualPolarTransport', 'distributed', 'geometry', 'observers',"
+        " 'roots'], shown;"
+        "assert rpt.RPT is rpt.ResidualPolarTransport;"
+        "assert 'rpt.geometry' not in sys.modules and 'rpt.distributed' not in sys.modules;"
+        "print(rpt.geometry.__name__, rpt.observers.derive_sites.__name__, rpt.roots.FullRoots.__name__,"
+        " rpt.distributed.report.__name__, rpt.__version__);"
+        "\ntry: import rpt.rpt\nexcept ModuleNotFoundError: print('no second one')"
+        "\ntry: import rpt.tests\nexcept ModuleNotFoundError: print('nor anything beside it')"
+    )
+    shown = _run(code, cwd=ROOT, path=ROOT)
+    assert "rpt.geometry derive_sites FullRoots report" in shown
+    assert "no second one" in shown
+    assert "nor anything beside it" in shown
+
+
+def test_there_is_one_version(wheel):
+    (metadata,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("METADATA"))
+    text = zipfile.ZipFile(wheel).read(metadata).decode()
+    version = re.search(r"^Version: (.*)$", text, re.M)[1]
+    assert f'__version__ = "{version}"' in (ROOT / "rpt" / "__init__.py").read_text()
+
+
+def test_the_rule_and_the_store_know_nothing_of_the_optimizer():
+    for module, imported in _imports():
+        if module.startswith("rpt.rule"):
+            assert imported.startswith(("rpt.rule", "rpt.roots")) or not imported.startswith(
+                "rpt"
+            ), (
+                module,
+                imported,
+            )
+        if module.startswith("rpt.store"):
+            assert imported.startswith(("rpt.store", "rpt.roots")) or not imported.startswith(
+                "rpt"
+            ), (
+                module,
+                imported,
+            )
 
 
 def _imports():

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpt.polar import polar_factor, polar_schedule, polar_share
-from rpt.scalars import quiet
+from rpt.rule.polar import polar_factor, polar_schedule, polar_share
+from rpt.rule.scalars import numbers_of
 
+TENSORS = numbers_of(torch.float64, False)
 QUINTIC = (3.4445, -4.7750, 2.0315)
 SHAPES = [(1, 1), (1, 9), (9, 1), (4, 4), (5, 8), (8, 5), (3, 70), (70, 3), (16, 16), (33, 16)]
 
@@ -41,7 +42,7 @@ def test_the_published_schedule_is_five_equal_quintic_steps():
 def test_steps_act_on_singular_values(shape, name, steps):
     schedule = polar_schedule(name, steps)
     matrix = random(shape)
-    actual = polar_factor(matrix, schedule)
+    actual = polar_factor(matrix, schedule, TENSORS)
     for one, expected in zip(actual, matrix, strict=True):
         np.testing.assert_allclose(one, on_singular_values(expected, schedule), atol=1e-8)
 
@@ -50,7 +51,7 @@ def test_steps_act_on_singular_values(shape, name, steps):
 def test_the_tight_schedule_converges_to_scipys_polar_factor(shape):
     schedule = polar_schedule("tight", 14)
     matrix = random(shape)
-    actual = polar_factor(matrix, schedule)
+    actual = polar_factor(matrix, schedule, TENSORS)
     for one, source in zip(actual, matrix, strict=True):
         expected, _ = scipy.linalg.polar(source.numpy())
         np.testing.assert_allclose(one, expected, atol=1e-6)
@@ -64,7 +65,7 @@ def test_five_steps_come_as_near_as_measured(shape, condition):
     matrix = torch.tensor(u * s @ vh)[None]
     wanted = torch.tensor(u @ vh)
     for name in ("quintic", "tight"):
-        found = polar_factor(matrix, polar_schedule(name, 5))[0]
+        found = polar_factor(matrix, polar_schedule(name, 5), TENSORS)[0]
         error = ((found - wanted).norm() / wanted.norm()).item()
         assert error < (0.35 if condition == 10 else 0.6), name
 
@@ -74,7 +75,9 @@ def test_five_steps_come_as_near_as_measured(shape, condition):
 def test_transposes_agree(shape, name):
     schedule = polar_schedule(name, 5)
     matrix = random(shape)
-    torch.testing.assert_close(polar_factor(matrix.mT, schedule).mT, polar_factor(matrix, schedule))
+    torch.testing.assert_close(
+        polar_factor(matrix.mT, schedule, TENSORS).mT, polar_factor(matrix, schedule, TENSORS)
+    )
 
 
 @pytest.mark.parametrize("name", ["quintic", "tight"])
@@ -82,8 +85,8 @@ def test_transposes_agree(shape, name):
 def test_zero_matrices_stay_zero(name, shape):
     schedule = polar_schedule(name, 5)
     zero = torch.zeros(2, *shape)
-    assert not polar_factor(zero, schedule).any()
-    assert not polar_share(zero, torch.ones(2), schedule, 1e-7).any()
+    assert not polar_factor(zero, schedule, TENSORS).any()
+    assert not polar_share(zero, torch.ones(2, 1), schedule, 1e-7, TENSORS).any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,7 +95,7 @@ def test_share_follows_the_formula(shape, name):
     schedule = polar_schedule(name, 5)
     update = random(shape)
     weight = torch.tensor([0.3, 1.0], dtype=torch.float64)
-    actual = polar_share(update, weight, schedule, 1e-7)
+    actual = polar_share(update, weight[:, None], schedule, 1e-7, TENSORS)
     for one, u, alpha in zip(actual, update, weight, strict=True):
         factor = torch.tensor(on_singular_values(u, schedule))
         blend = (1 - alpha) * u + alpha * factor * u.norm() / factor.norm()
@@ -101,14 +104,16 @@ def test_share_follows_the_formula(shape, name):
 
 def test_weight_zero_is_the_update_bit_for_bit():
     update = random((5, 8), dtype=torch.float32)
-    actual = polar_share(update, torch.tensor([0.0, 0.5]), polar_schedule("tight", 3), 1e-7)
+    actual = polar_share(
+        update, torch.tensor([[0.0], [0.5]]), polar_schedule("tight", 3), 1e-7, TENSORS
+    )
     assert torch.equal(actual[0], update[0])
     assert not torch.equal(actual[1], update[1])
 
 
 def test_updates_below_the_threshold_are_left_alone():
     update = 1e-9 * random((5, 8), dtype=torch.float32)
-    actual = polar_share(update, torch.ones(2), polar_schedule("quintic", 5), 1e-7)
+    actual = polar_share(update, torch.ones(2, 1), polar_schedule("quintic", 5), 1e-7, TENSORS)
     assert torch.equal(actual, update)
 
 
@@ -117,18 +122,20 @@ def test_the_tight_factor_ignores_its_matrix_s_length(shape):
     schedule = polar_schedule("tight", 3)
     matrix = random(shape, dtype=torch.float32)
     matrix /= matrix.norm(dim=(-2, -1), keepdim=True)
-    expected = polar_factor(matrix, schedule)
-    for host_reads in (True, False):
+    expected = polar_factor(matrix, schedule, TENSORS)
+    for on_host in (True, False):
+        numbers = numbers_of(torch.float32, on_host)
+        weight = numbers.read(torch.ones(2, 1))
         for length in (1e12, 1e-3, 1e-5, 1e-7, 1e-12):
-            actual = polar_factor(length * matrix, schedule, host_reads)
+            actual = polar_factor(length * matrix, schedule, numbers)
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
         # Here float32 ends: no direction is promised, but nothing may grow beyond a factor's length.
         for length in (1e-18, 1e-20, 1e-22, 1e-30, 1e-40):
-            actual = polar_factor(length * matrix, schedule, host_reads)
+            actual = polar_factor(length * matrix, schedule, numbers)
             assert actual.norm(dim=(-2, -1)).amax() < 1.5 * min(shape) ** 0.5
             tiny = length * matrix
-            with quiet():
-                shared = polar_share(tiny, torch.ones(2), schedule, 1e-7, host_reads)
+            with np.errstate(all="ignore"):
+                shared = polar_share(tiny, weight, schedule, 1e-7, numbers)
             assert torch.equal(shared, tiny)
 
 
@@ -139,11 +146,11 @@ def test_length_is_kept_and_directions_commute_with_rotations(rows, cols, alpha,
     schedule = polar_schedule(name, 5)
     update = random((rows, cols), seed=rows * 13 + cols, batch=1)
     weight = torch.tensor([alpha], dtype=torch.float64)
-    actual = polar_share(update, weight, schedule, 1e-7)
+    actual = polar_share(update, weight[:, None], schedule, 1e-7, TENSORS)
     torch.testing.assert_close(actual.norm(), update.norm())
     left = torch.linalg.qr(random((rows, rows), 1, batch=1)).Q
     right = torch.linalg.qr(random((cols, cols), 2, batch=1)).Q
-    turned = polar_share(left @ update @ right, weight, schedule, 1e-7)
+    turned = polar_share(left @ update @ right, weight[:, None], schedule, 1e-7, TENSORS)
     torch.testing.assert_close(turned, left @ actual @ right, rtol=1e-7, atol=1e-8)
     # Descent is kept: the share never turns an update by ninety degrees.
     assert (actual * update).sum() > 0

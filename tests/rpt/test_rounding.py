@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rpt
-from rpt.rounding import round_into
+from rpt.apply import round_into
 
 
 def rounded(value, update=None, rounding="stochastic"):

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpt.polar import polar_schedule, polar_share
-from rpt.scalars import as_scalars, as_tensor, at_least, at_most, choose, quiet, write_columns
-from rpt.transport import carry, certificate, live_frame, rescale_to_rms, store_frame
+from rpt.rule.length import next_energy, rescale, signal, step_rms
+from rpt.rule.polar import polar_schedule, polar_share
+from rpt.rule.scalars import numbers_of
+from rpt.rule.transport import carry, certificate, live_frame, norm, store_frame
 
 TAU = 1e-7
 
@@ -28,25 +29,43 @@ def rows(seed, count, n, dtype):
     return [x.to(dtype) for x in (m, stored, p, g)]
 
 
-def whole_step(m, stored, p, g, host_reads, **options):
-    held = as_scalars(stored.norm(dim=-1, keepdim=True) > 0.5, host_reads)
+def whole_step(m, stored, p, g, on_host, **options):
+    numbers = numbers_of(m.dtype, on_host)
+    read = numbers.read
+    held = read(stored.norm(dim=-1, keepdim=True) > 0.5)
     m, stored = m.clone(), stored.clone()
-    frame = live_frame(p, stored, held, TAU, host_reads)
-    assert isinstance(frame.length, np.ndarray) == host_reads
-    carried = carry(m, stored, p, frame, beta1=0.9, correction=0.4, transport_eps=TAU, **options)
-    store_frame(stored, p, frame)
+    frame = live_frame(p, stored, held, TAU, numbers)
+    assert isinstance(frame.length, np.ndarray) == on_host
+    correction = read(torch.full((len(p), 1), 0.4).to(p))
+    carried = carry(
+        m,
+        stored,
+        p,
+        frame,
+        beta1=0.9,
+        correction=correction,
+        transport_eps=TAU,
+        numbers=numbers,
+        **options,
+    )
+    store_frame(stored, p, frame, numbers)
     shaped = polar_share(
         carried.update.view(len(p), 4, -1),
-        torch.linspace(0, 1, len(p)).to(p),
+        read(torch.linspace(0, 1, len(p)).to(p)[:, None]),
         polar_schedule("tight", 4),
         TAU,
-        host_reads,
+        numbers,
     ).flatten(1)
-    certified, length, cosine = certificate(shaped, g, host_reads)
-    sizes = as_scalars(torch.full((len(p), 1), float(p.shape[1])).to(p), host_reads)
-    scaled = rescale_to_rms(certified.clone(), length, 0.92, sizes)
-    numbers = (*frame, carried.closing, length, cosine)
-    return [m, stored, shaped, certified, scaled, *(as_tensor(x) for x in numbers)]
+    certified, length, cosine = certificate(shaped, g, numbers)
+    sizes = read(torch.full((len(p), 1), float(p.shape[1])).to(p))
+    energy = read(torch.linspace(-1, 40, len(p)).to(p)[:, None].clone())
+    energy[:] = next_energy(energy, frame.length, 0.9, correction, numbers)
+    strength = signal(read(norm(m)), energy, 0.9, correction, numbers)
+    limit = read(torch.linspace(0.1, 3, len(p)).to(p)[:, None])
+    target = step_rms(1.2, strength, length / sizes**0.5, limit, numbers)
+    scaled = rescale(certified.clone(), length, target, sizes, numbers)
+    found = (*frame, carried.closing, length, cosine, energy, strength, target)
+    return [m, stored, shaped, certified, scaled, *(numbers.tensor(x) for x in found)]
 
 
 @given(st.integers(0, 1000), st.integers(1, 11), st.sampled_from([4, 12, 64]), st.booleans())
@@ -64,38 +83,32 @@ def test_arrays_and_tensors_take_the_same_step(seed, count, n, closure):
 
 def test_arrays_share_the_tensors_memory():
     tensor = torch.zeros(3, 2)
-    as_scalars(tensor, True)[1] = 7.0
+    host, device = (numbers_of(torch.float32, on_host) for on_host in (True, False))
+    host.read(tensor)[1] = 7.0
     assert tensor[1].eq(7).all()
-    assert as_scalars(tensor, False) is tensor
-    assert as_tensor(as_scalars(tensor, True)).data_ptr() == tensor.data_ptr()
+    assert device.read(tensor) is tensor
+    assert host.tensor(host.read(tensor)).data_ptr() == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("host_reads", [True, False])
-def test_bounds_and_choices(host_reads):
-    x = as_scalars(torch.tensor([-2.0, 0.5, torch.nan, torch.inf]), host_reads)
-    bounded = as_tensor(at_most(at_least(x, -1.0), 1.0))
+@pytest.mark.parametrize("on_host", [True, False])
+def test_bounds_and_choices(on_host):
+    numbers = numbers_of(torch.float32, on_host)
+    x = numbers.read(torch.tensor([-2.0, 0.5, torch.nan, torch.inf]))
+    bounded = numbers.tensor(numbers.at_most(numbers.at_least(x, -1.0), 1.0))
     expected = torch.tensor([-1.0, 0.5, torch.nan, 1.0])
     torch.testing.assert_close(bounded, expected, equal_nan=True)
-    chosen = as_tensor(choose(x > 0, x, 0.0))
+    chosen = numbers.tensor(numbers.where(x > 0, x, 0.0))
     torch.testing.assert_close(chosen, torch.tensor([0.0, 0.5, 0.0, torch.inf]))
     assert chosen.dtype == torch.float32
-    target = torch.zeros(4, 2)
-    write_columns(target, (x.reshape(4, 1), (x > 0).reshape(4, 1)))
-    torch.testing.assert_close(target[:, 0], as_tensor(x), equal_nan=True)
-    assert target[:, 1].tolist() == [0.0, 1.0, 0.0, 1.0]
-
-
-def test_quiet_arithmetic_divides_by_zero_without_a_warning():
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("error")
-        assert np.isinf(np.ones(1) / np.zeros(1)).all()
+    cast = numbers.tensor(numbers.cast(x, numbers.wide))
+    assert cast.dtype == torch.float64
 
 
 def test_only_rows_in_doubt_are_certified_anew():
     # An update exactly along its gradient must come back bit for bit, whatever its neighbour does.
     u = torch.tensor([[1.0, 2.0, 3.0], [1.0, 0.0, 0.0]])
     g = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 1.0, 0.0]])
-    certified, length, cosine = certificate(u, g, host_reads=True)
+    certified, length, cosine = certificate(u, g, numbers_of(torch.float32, True))
     assert torch.equal(certified[0], u[0])
     torch.testing.assert_close(certified[1], torch.tensor([0.5, 0.5, 0.0]))
     np.testing.assert_allclose(length[:, 0], [14**0.5, 0.5**0.5], rtol=1e-6)

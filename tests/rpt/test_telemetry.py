@@ -50,16 +50,19 @@ def test_counts_and_names():
     assert total["state_bytes"] == sum(p["state_bytes"] for p in report["parameters"].values())
 
 
-def test_state_bytes_are_what_the_state_takes():
+def test_state_bytes_are_what_is_held():
+    """Case 41: whole stacks with their padding, each storage once, and the gradients' buffer."""
     model, optimizer = trained()
-    actual = sum(
-        value.numel() * value.element_size()
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for record in optimizer.state.values()
         for value in record.values()
         if isinstance(value, torch.Tensor)
-    )
-    assert optimizer.telemetry()["total"]["state_bytes"] == actual
-    assert actual > 2 * 4 * sum(p.numel() for p in model.parameters())
+    }
+    stacks = {id(s): s for s in (optimizer._registry.home(p)[0] for p in model.parameters())}
+    unseen = sum(s.buffer.nbytes + s.tensors["held"].nbytes for s in stacks.values())
+    assert optimizer.telemetry()["total"]["state_bytes"] == sum(storages.values()) + unseen
+    assert sum(storages.values()) > 2 * 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_everything_is_plain_finite_and_json():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.maps import exp_map_origin
 from ..ops.point import Point, PointLike, promote
 from ..ops.scalar import norm_and_direction
-from ..optim.manifold import LorentzManifold, LorentzParameter, pack, unpack
+from ..optim.manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
 from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .linear import PolarLinear
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class LorentzEmbedding(nn.Module):
+class LorentzEmbedding(KeepsManifold):
     """A table of points, one per token: the parameter lives on the manifold.
 
     Args:
@@ -94,7 +94,9 @@ class LorentzEmbedding(nn.Module):
         return Point(a.clamp(min=0.0), norm_and_direction(u)[1])
 
     def _look_for_strays(self) -> None:
-        """Warn, once, where an optimizer has left the manifold."""
+        """Warn, once, where an optimizer has left the manifold. Shards are not looked at."""
+        if type(self.weight.detach()) is not Tensor:
+            return
         if self._warned or self.weight._version == self._version or not self.weight.numel():
             return
         self._version = self.weight._version
@@ -118,12 +120,6 @@ class LorentzEmbedding(nn.Module):
                 stacklevel=5,
             )
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LorentzEmbedding:
-        manifold = self.weight.manifold
-        super()._apply(fn, recurse)
-        self._restore(manifold)
-        return self
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "k"] = self.curvature().detach()
@@ -138,10 +134,9 @@ class LorentzEmbedding(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        manifold, key = self.weight.manifold, prefix + "k"
+        key = prefix + "k"
         lists = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-        self._restore(manifold)
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         # A learned k is loaded as a parameter; files of before k was saved have no such entry.
@@ -154,11 +149,6 @@ class LorentzEmbedding(nn.Module):
                 f"{key}: the points were saved with k = {saved:g}, this embedding has k = {own:g};"
                 " build it with the k they were trained with"
             )
-
-    def _restore(self, manifold: LorentzManifold) -> None:
-        """Torch may have put another tensor in place of the parameter."""
-        if not hasattr(self.weight, "manifold"):
-            self.weight = LorentzParameter(self.weight.data, manifold, self.weight.requires_grad)
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
         """A table of points, no linear map: no site."""

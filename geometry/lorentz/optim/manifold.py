@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +20,7 @@ from ..ops.point import Point
 from ..ops.scalar import norm_and_direction
 from .riemannian import RiemannianAdamWState, riemannian_adamw_update
 
-__all__ = [
-    "LorentzManifold",
-    "LorentzParameter",
-    "pack",
-    "unpack",
-]
+__all__ = ["KeepsManifold", "LorentzManifold", "LorentzParameter", "pack", "unpack"]
 
 
 def pack(x: tuple[Tensor, Tensor]) -> Tensor:
@@ -121,8 +117,9 @@ class LorentzParameter(nn.Parameter):
     """An `nn.Parameter` of packed points (…, 1 + n) that carries its `manifold`.
 
     The manifold survives `copy.deepcopy`, pickling, `state_dict`/`load_state_dict` and
-    `AveragedModel`. Not after `load_state_dict(assign=True)`, which puts other tensors in place:
-    `LorentzEmbedding` repairs that.
+    `AveragedModel`. Whatever puts another tensor in its place (`fully_shard`, `to_empty`,
+    `load_state_dict(assign=True)`, a conversion under torch's overwrite or swap flags) loses it, unless
+    the module that owns it is a `KeepsManifold`, as `LorentzEmbedding` is.
     """
 
     manifold: LorentzManifold
@@ -148,6 +145,35 @@ class LorentzParameter(nn.Parameter):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LorentzParameter({self.data!r}, {self.manifold!r})"
+
+
+class KeepsManifold(nn.Module):
+    """A module whose points stay points, whatever parameter torch puts in the place of one.
+
+    Derive a module of your own that holds a `LorentzParameter` from this class.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `fully_shard` and `load_state_dict(assign=True)` come this way.
+        if isinstance(value, LorentzParameter):
+            self.__dict__.setdefault("_manifolds", {})[name] = value.manifold
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_manifolds", ()):
+            self._mark()
+
+    def _mark(self) -> None:
+        for name, manifold in self.__dict__.get("_manifolds", {}).items():
+            if isinstance(parameter := self._parameters.get(name), nn.Parameter):
+                parameter.manifold = manifold  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsManifold:
+        super()._apply(fn, recurse)
+        self._mark()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
 
 
 def _rebuild(

@@ -275,7 +275,7 @@ def test_cross_attention_updates_states_by_a_memory():
     layer = PolarAttention(16, 2).double()
     x, memory = torch.randn(2, 5, 16).double(), torch.randn(2, 9, 16).double()
     own, theirs = torch.rand(5).double() * 10, torch.rand(9).double() * 10
-    late = layer(x, memory, times=own, memory_times=theirs, causal=True)
+    late = layer(x, memory, times=own, memory_times=theirs, is_causal=True)
     for query in range(5):
         seen = theirs <= own[query]
         if not seen.any():

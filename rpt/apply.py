@@ -1,0 +1,174 @@
+"""W <- decay · W - rate · u: how an update reaches a weight, and how the weight is rounded.
+
+`SingleProcess` is what the optimizer asks where there are no ranks: everything is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .ownership import Agreement, Live, Outcome, StepSize
+
+if TYPE_CHECKING:
+    from rpt.observers.staging import Committed
+
+__all__ = [
+    "SingleProcess",
+    "apply_updates",
+    "largest_entries",
+    "round_into",
+    "step_size",
+    "weight_norms",
+]
+
+
+def step_size(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> StepSize:
+    """(1 - lr·g·weight_decay, lr·g): numbers, or 0-d tensors where the rate or the gain is one."""
+    rate = group["lr"]
+    if group["gain_rate"]:
+        rate = rate * group["gain"]
+    if isinstance(rate, Tensor):
+        rate = rate.reshape(()).to(device=device, dtype=dtype, non_blocking=True)
+    return StepSize(1.0 - rate * group["weight_decay"], rate, group["rounding"])
+
+
+def apply_updates(parameters: Sequence[Tensor], updates: Sequence[Tensor], size: StepSize) -> None:
+    """W <- decay · W - rate · u in the update's dtype, then rounded to the parameter's."""
+    decay, rate = size.decay, size.rate
+    if isinstance(rate, Tensor):
+        updates, rate = torch._foreach_mul(list(updates), rate), 1.0
+    same: list[int] = []
+    low: list[int] = []
+    for i, parameter in enumerate(parameters):
+        (same if parameter.dtype == updates[i].dtype else low).append(i)
+    # Allocated before anything is written: running out of memory then changes no weight.
+    wide = {i: parameters[i].to(updates[i].dtype) for i in low} if low else {}
+    for some in (same, low):
+        if some:
+            _decay_and_add(
+                [wide.get(i, parameters[i]) for i in some],
+                [updates[i] for i in some],
+                [decay[i] for i in some] if isinstance(decay, list) else decay,
+                rate,
+            )
+    for i, value in wide.items():
+        round_into(parameters[i], value, updates[i], size.rounding)
+
+
+def _decay_and_add(
+    parameters: list[Tensor],
+    updates: list[Tensor],
+    decay: float | Tensor | list[Tensor],
+    rate: float,
+) -> None:
+    if isinstance(decay, (Tensor, list)) or decay != 1.0:
+        torch._foreach_mul_(parameters, decay)
+    torch._foreach_add_(parameters, updates, alpha=-rate)
+
+
+def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
+    """Largest absolute entry of each gradient, (k,), float64 if any is; NaN or inf stay what they are."""
+    if not gradients:
+        return torch.zeros(0, device="cpu")
+    device, dtype = gradients[0].device, torch.float32
+    extremes = []
+    for gradient in gradients:
+        if gradient.dtype == torch.float64:
+            dtype = torch.float64
+    if device.type != "cpu":
+        norms = torch._foreach_norm(list(gradients), float("inf"))
+        return torch.stack([norm.to(device, dtype) for norm in norms])
+    # On a CPU an infinity norm takes ten times as long as both extremes do.
+    for gradient in gradients:
+        low, high = torch.aminmax(gradient)
+        extremes += [low.to(device, dtype), high.to(device, dtype)]
+    return torch.stack(extremes).view(-1, 2).abs().amax(1)
+
+
+def weight_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """‖W‖ of each, (k,), in float32 or the parameters' float64: half precision would overflow."""
+    dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+    if parameters[0].device.type == "cpu":
+        return torch.stack([torch.linalg.vector_norm(p, dtype=dtype) for p in parameters])
+    return torch.stack(torch._foreach_norm(list(parameters), 2, dtype=dtype))
+
+
+def round_into(parameter: Tensor, value: Tensor, update: Tensor, rounding: str) -> None:
+    """Write a float32 (or float64) `value` to `parameter`, rounding to its dtype.
+
+    "nearest" loses every step smaller than half the spacing of bfloat16 numbers, 0.2 % of a weight.
+    "stochastic" rounds up or down with the probabilities that make it right on average (Gupta et al.
+    2015). Its randomness is a hash of the bits of the update and of the value: no generator to keep in a
+    checkpoint, the same on every rank that holds the weight, the same in a resumed run.
+
+    Args:
+        parameter: any floating dtype; other than bfloat16 it is rounded to nearest.
+        value: the new weight, of the same shape.
+        update: what it was changed by, of the same shape and `value`'s dtype.
+        rounding: "nearest" or "stochastic".
+    """
+    if rounding == "stochastic" and parameter.dtype == torch.bfloat16:
+        value = _dither(value.float(), update.float())
+    parameter.copy_(value)
+
+
+def _dither(value: Tensor, update: Tensor) -> Tensor:
+    """Round to a multiple of bfloat16's spacing, up with the probability of what is cut off."""
+    bits = value.contiguous().view(torch.int32)
+    # 2³²/φ (Knuth's multiplicative hash), then a mixing constant of MurmurHash3.
+    noise = update.contiguous().view(torch.int32) * -1640531527
+    noise = noise ^ (noise >> 15) ^ bits
+    noise = noise * -2048144789
+    noise = (noise ^ (noise >> 13)) & 0xFFFF
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    # Next to the largest number a carry would make an infinity, and in a NaN another number.
+    return torch.where(value.abs() < 3.3e38, rounded, value)
+
+
+class SingleProcess:
+    """Everything is here."""
+
+    def agree(self, live: list[Live], observed: Committed) -> Agreement:
+        gradients = []
+        for _, _, gradient in live:
+            gradients.append(gradient)
+        # One host synchronisation: which parameters take part is the host's decision.
+        return Agreement(live, largest_entries(gradients).tolist(), observed)
+
+    def refuse(self, error: Exception) -> None:
+        pass
+
+    def owns(self, parameter: Tensor) -> bool:
+        return True
+
+    def portions(self, live: list[Live]) -> Iterable[list[Live]]:
+        return [live]
+
+    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        return weight_norms(parameters)
+
+    def deliver(
+        self,
+        parameters: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        size: StepSize,
+        compared: Tensor,
+        refreshed: Sequence[int],
+    ) -> None:
+        apply_updates(parameters, updates, size)
+
+    def fail(self, error: Exception) -> None:
+        pass
+
+    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        return outcomes
+
+    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
+        return state
+
+    def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
+        pass

@@ -1,0 +1,85 @@
+"""Telemetry as flat numbers, from whatever a trainer has wrapped the optimizer in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rpt.optimizer import ResidualPolarTransport
+from rpt.telemetry import Telemetry
+
+__all__ = ["telemetry_scalars", "transport_of", "write_tensorboard"]
+
+# What is drawn over all matrices, each a value per matrix of the table.
+_HISTOGRAMS = ("polar_weight", "residual_entropy_rank", "root_age")
+
+
+def transport_of(optimizer: Any) -> ResidualPolarTransport:
+    """The `ResidualPolarTransport` inside a trainer's wrappers.
+
+    Args:
+        optimizer: it, or a wrapper that keeps it as `.optimizer` (accelerate's, Lightning's, the Trainer's).
+
+    Raises:
+        TypeError: there is none inside.
+    """
+    inner = optimizer
+    while not isinstance(inner, ResidualPolarTransport):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise TypeError(
+                f"{type(optimizer).__name__} is no ResidualPolarTransport and wraps none: pass the "
+                "optimizer that trains the model"
+            )
+    return inner
+
+
+def telemetry_scalars(
+    optimizer: Any, prefix: str = "rpt/", *, parameters: bool = False
+) -> dict[str, float]:
+    """Telemetry as {prefix + name: number}, which every logger takes.
+
+    `wandb.log(telemetry_scalars(optimizer), step=step)`; the same for MLflow, a CSV file, or a print.
+    Reading it waits for the device: call it as often as you log. Any rank may call it alone.
+
+    Args:
+        optimizer: the optimizer, or a trainer's wrapper of it.
+        prefix: put in front of every name.
+        parameters: also each parameter's own numbers, `prefix + "layer.weight/polar_weight"`; else only those
+            of all together, `prefix + "polar_weight"`.
+
+    Raises:
+        TypeError: no `ResidualPolarTransport` inside.
+    """
+    return _flat(transport_of(optimizer).telemetry(), prefix, parameters)
+
+
+def write_tensorboard(
+    writer: Any, optimizer: Any, step: int, prefix: str = "rpt/", *, parameters: bool = False
+) -> None:
+    """One point of every scalar, and histograms over the matrices of weight, rank and age of roots.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or what has its `add_scalar` and `add_histogram`.
+        optimizer: the optimizer, or a trainer's wrapper of it.
+        step: the abscissa.
+        prefix, parameters: as in `telemetry_scalars`.
+
+    Raises:
+        TypeError: no `ResidualPolarTransport` inside.
+    """
+    telemetry = transport_of(optimizer).telemetry()
+    for name, value in _flat(telemetry, prefix, parameters).items():
+        writer.add_scalar(name, value, step)
+    entries = telemetry["parameters"].values()
+    for name in _HISTOGRAMS:
+        values = [float(entry[name]) for entry in entries if name in entry]
+        if values:
+            writer.add_histogram(f"{prefix}matrices/{name}", torch.tensor(values), step)
+
+
+def _flat(telemetry: Telemetry, prefix: str, parameters: bool) -> dict[str, float]:
+    flat = telemetry.scalars()
+    names = [name for name in flat if parameters or name.startswith("total/")]
+    return {prefix + name.removeprefix("total/"): flat[name] for name in names}

@@ -1,0 +1,92 @@
+"""What no step can do, and how a step that broke off is told: messages with their remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .manifold import manifold_of
+from .ownership import Live, unreadable
+
+__all__ = ["interrupted", "refuse_in_a_graph", "refuse_parameter", "refuse_sparse"]
+
+Name = Callable[[Tensor], str]
+
+
+def refuse_sparse(parameter: Tensor, name: Name) -> None:
+    """Raises for a gradient that is no ordinary tensor."""
+    raise RuntimeError(
+        f"{name(parameter)} has a sparse gradient, which RPT cannot use: build its layer with "
+        "sparse=False, or give it to torch.optim.SparseAdam"
+    )
+
+
+def refuse_parameter(parameter: Tensor, name: Name) -> None:
+    """Raises for a parameter that no step of ours can update."""
+    if parameter.is_complex():
+        raise RuntimeError(
+            f"{name(parameter)} is complex, which RPT cannot update: store torch.view_as_real of it "
+            "as the parameter"
+        )
+    # What wraps other tensors: DTensor is known, anything else may mean anything by an entry.
+    if hasattr(parameter, "__tensor_flatten__") and not (
+        hasattr(parameter, "full_tensor") or unreadable(parameter)
+    ):
+        raise RuntimeError(
+            f"{name(parameter)} is a {type(parameter.data).__name__}, a tensor subclass that wraps "
+            "other tensors: RPT needs the whole matrix as one plain tensor; give it to "
+            "torch.optim.AdamW"
+        )
+
+
+def refuse_in_a_graph(
+    live: Sequence[Live],
+    groups: Sequence[dict[str, Any]],
+    *,
+    alone: bool,
+    attached: bool,
+) -> None:
+    """Raises for what `capturable=True` cannot do.
+
+    Args:
+        live: what takes part.
+        groups: the parameter groups.
+        alone: whether a single process keeps all.
+        attached: whether a model is observed while a graph is recorded.
+    """
+    if not alone:
+        raise RuntimeError(
+            "capturable=True works in a single process: ranks that share the work agree on the host. "
+            'Leave capturable out, or pass ownership="local" if every rank trains on its own'
+        )
+    for g, parameter, _ in live:
+        if manifold_of(parameter) is not None:
+            raise RuntimeError(
+                "capturable=True cannot update parameters on a manifold: give them to an optimizer "
+                "of their own"
+            )
+        rate, device = groups[g]["lr"], parameter.device
+        if isinstance(rate, Tensor) and rate.device != device:
+            raise RuntimeError(
+                f"capturable=True needs lr on the parameters' device: it is on {rate.device}, they are "
+                f"on {device}; pass lr=torch.tensor(lr, device={str(device)!r})"
+            )
+    if attached:
+        raise RuntimeError(
+            "an attached model measures ranks by decomposition, which a CUDA graph cannot record: call "
+            "remove_observers() before recording; polar weights keep their values"
+        )
+
+
+def interrupted(
+    error: Exception, broken: Sequence[Tensor], done: Sequence[Tensor], name: Name
+) -> RuntimeError:
+    """What a step that failed midway says."""
+    failed, updated = (", ".join(map(name, each)) or "none" for each in (broken, done))
+    return RuntimeError(
+        f"step() failed in the stack of {failed}: {type(error).__name__}: {error}. Already updated: "
+        f"{updated}. Of the failed stack no weight was changed, but its moments may already hold this "
+        "gradient; every other parameter and its state are as before"
+    )

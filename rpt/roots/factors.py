@@ -1,0 +1,277 @@
+"""One side of a Kronecker metric: the covariance of the rows of a (b, size, other) gradient.
+
+`BlockSide` keeps dense blocks on the diagonal (one block is the full factor), `DiagonalSide` one number
+per row, or one for all; `LowRankSide` of `low_rank` is the third kind. Each is a frozen settings object;
+state lives in a flat dict with keys prefixed by the side's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .base import Damping, Refresh, State
+from .eigh import eigenvalue_floor, inverse_root
+from .newton import newton_inverse_root
+from .packed import lower, pack, packed_length, relative_change_packed, unpack
+
+__all__ = ["BlockSide", "DiagonalSide", "Side", "keep_where", "relative_change"]
+
+# The number of probe columns whose images stand in for a reference copy when drift is estimated.
+PROBES = 4
+
+
+class Side(Protocol):
+    """What a side does; all tensors carry the batch first.
+
+    `accumulate` adds G Gᵀ / count, where `count` is the number of G's columns, or (b,) tensors of the
+    true number where zeros pad it; `absorb` adds a second moment (b, size, size) measured elsewhere.
+    """
+
+    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State: ...
+
+    def pads(self, size: int) -> bool: ...
+
+    def accumulate(
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+    ) -> None: ...
+
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None: ...
+
+    def drift(self, state: State, name: str, correction: Tensor) -> Tensor: ...
+
+    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh: ...
+
+    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor: ...
+
+
+def relative_change(now: Tensor, reference: Tensor) -> Tensor:
+    """‖now - reference‖_F / ‖reference‖_F over all but the batch dimension; 0/0 is 0."""
+    change = torch.linalg.vector_norm((now - reference).flatten(1), dim=1)
+    length = torch.linalg.vector_norm(reference.flatten(1), dim=1)
+    return torch.where(change > 0, change / length, 0.0)
+
+
+def keep_where(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """The new value, but the old one for matrices that failed."""
+    return torch.where(failed.view(-1, *[1] * (new.ndim - 1)), old, new)
+
+
+@dataclass(frozen=True)
+class BlockSide:
+    """Dense covariance blocks of at most `block` rows on the diagonal.
+
+    Blocks are as equal as they can be: `size` rows make ceil(size/block) blocks of one size, and a
+    ragged last one where the division leaves a remainder. All blocks of one size, over all matrices of
+    the batch, are decomposed in one call.
+
+    A factor is stored as its lower triangle; only its root, which every step applies, is whole.
+
+    Attributes:
+        block: largest block; None means one block, the full factor.
+        drift_from: "exact" keeps a copy of the factor at the last refresh, "sketch" its image under a
+            few fixed probes (an unbiased estimate of the same ratio's square at a fraction of the
+            memory), "age" nothing: drift is then reported as zero.
+    """
+
+    block: int | None = None
+    drift_from: Literal["exact", "sketch", "age"] = "exact"
+
+    def pieces(self, size: int) -> list[tuple[str, int, int, int]]:
+        """(suffix, first row, number of blocks, rows per block) of the equal blocks and the rest."""
+        if self.block is None or size <= self.block:
+            return [("", 0, 1, size)]
+        count = -(-size // self.block)
+        rows = -(-size // count)
+        whole = size // rows
+        pieces = [("", 0, whole, rows)]
+        if size % rows:
+            pieces.append(("_rest", whole * rows, 1, size - whole * rows))
+        return pieces
+
+    def pads(self, size: int) -> bool:
+        return len(self.pieces(size)) == 1 and self.pieces(size)[0][2] == 1
+
+    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
+        state: State = {}
+        for suffix, _, count, rows in self.pieces(size):
+            triangle = (batch, count, packed_length(rows))
+            state[name + suffix] = like.new_zeros(triangle)
+            identity = torch.eye(rows, dtype=like.dtype, device=like.device)
+            state[f"{name}{suffix}_root"] = identity.expand(batch, count, rows, rows).clone()
+            if self.drift_from == "exact":
+                state[f"{name}{suffix}_reference"] = like.new_zeros(triangle)
+            elif self.drift_from == "sketch":
+                state[f"{name}{suffix}_reference"] = like.new_zeros(batch, count, rows, PROBES)
+        return state
+
+    def _parts(
+        self, gradient: Tensor, first: int, count: int, rows: int
+    ) -> list[tuple[int | None, Tensor]]:
+        """The gradient's rows of one piece: (None, all blocks as one (b·count, rows, other)), or one
+        (k, (b, rows, other)) per block where a single batch would have to be copied together."""
+        part = gradient[:, first : first + count * rows]
+        if count == 1:
+            return [(None, part)]
+        if part.is_contiguous():
+            return [(None, part.view(-1, rows, part.shape[-1]))]
+        return [(k, part[:, k * rows : (k + 1) * rows]) for k in range(count)]
+
+    def accumulate(
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+    ) -> None:
+        weight = (1.0 - beta2) / count
+        for suffix, first, blocks, rows in self.pieces(gradient.shape[-2]):
+            factor = state[name + suffix]
+            # `pack`, whose places are kept: of all there is in a step, this is called most.
+            below, _ = lower(rows, gradient.device, getattr(gradient, "fake_mode", None))
+            for k, part in self._parts(gradient, first, blocks, rows):
+                view = factor.flatten(0, 1) if k is None else factor[:, k]
+                square = torch.bmm(part, part.mT).flatten(1).index_select(1, below)
+                if isinstance(weight, Tensor):
+                    view.mul_(beta2).addcmul_(square, weight.view(-1, 1))
+                else:
+                    view.mul_(beta2).add_(square, alpha=weight)
+
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
+        for suffix, first, blocks, rows in self.pieces(moment.shape[-1]):
+            for k in range(blocks):
+                part = slice(first + k * rows, first + (k + 1) * rows)
+                state[name + suffix][:, k].lerp_(pack(moment[:, part, part]), 1.0 - beta2)
+
+    def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
+        if self.drift_from == "age":
+            return torch.zeros_like(correction)
+        worst = torch.zeros_like(correction)
+        for suffix in ("", "_rest"):
+            if name + suffix in state:
+                factor, rows = state[name + suffix], state[f"{name}{suffix}_root"].shape[-1]
+                reference = state[f"{name}{suffix}_reference"]
+                if self.drift_from == "exact":
+                    now = factor / correction.view(-1, 1, 1)
+                    change = relative_change_packed(now, reference, rows)
+                else:
+                    whole = unpack(factor.flatten(0, 1), rows) @ _probes(rows, factor)
+                    now = whole.view_as(reference) / correction.view(-1, 1, 1, 1)
+                    change = relative_change(now, reference)
+                worst = torch.maximum(worst, change)
+        return worst
+
+    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
+        conditions, failures = [], []
+        for suffix in ("", "_rest"):
+            if name + suffix not in state:
+                continue
+            root = state[f"{name}{suffix}_root"]
+            batch, count, rows, _ = root.shape
+            packed = state[name + suffix] / correction.view(-1, 1, 1)
+            factor = unpack(packed.flatten(0, 1), rows)
+            solve = newton_inverse_root if damping.products else inverse_root
+            result = solve(
+                factor,
+                ridge=damping.ridge,
+                absolute=damping.absolute.repeat_interleave(count),
+                sizes=None if damping.shapes is None else damping.shapes[:, 0],
+            )
+            root.copy_(
+                keep_where(result.failed, root.view(-1, rows, rows), result.root).view_as(root)
+            )
+            if self.drift_from == "exact":
+                state[f"{name}{suffix}_reference"].copy_(packed)
+            elif self.drift_from == "sketch":
+                seen = (factor @ _probes(rows, factor)).view(batch, count, rows, -1)
+                state[f"{name}{suffix}_reference"].copy_(seen)
+            conditions.append(result.condition.view(batch, count).amax(1))
+            failures.append(result.failed.view(batch, count).any(1))
+        return Refresh(torch.stack(conditions).amax(0), torch.stack(failures).any(0))
+
+    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
+        pieces = self.pieces(gradient.shape[-2])
+        # The result keeps the gradient's memory layout: no later operation then has to copy it. Roots
+        # are symmetric, so that they may stand on either side.
+        flipped = not gradient.is_contiguous() and gradient.mT.is_contiguous()
+        if len(pieces) == 1 and (pieces[0][2] == 1 or gradient.is_contiguous()):
+            _, _, count, rows = pieces[0]
+            root = state[f"{name}_root"].view(-1, rows, rows)
+            if flipped:
+                return torch.bmm(gradient.mT, root).mT
+            return torch.bmm(root, gradient.view(-1, rows, gradient.shape[-1])).view_as(gradient)
+        out = torch.empty_like(gradient.mT if flipped else gradient)
+        whole = out.mT if flipped else out
+        for suffix, first, count, rows in pieces:
+            root = state[f"{name}{suffix}_root"]
+            for k in range(count):
+                rows_of = slice(first + k * rows, first + (k + 1) * rows)
+                part = gradient[:, rows_of]
+                if flipped:
+                    whole[:, rows_of].mT.baddbmm_(part.mT, root[:, k], beta=0.0)
+                else:
+                    whole[:, rows_of].baddbmm_(root[:, k], part, beta=0.0)
+        return whole
+
+
+def _probes(rows: int, like: Tensor) -> Tensor:
+    """Fixed pseudo-random signs, (rows, PROBES): the same on every call, rank and machine.
+
+    Those of fewer rows are the first of those of more, as padding needs it.
+    """
+    index = torch.arange(1, rows * PROBES + 1, dtype=torch.float64, device=like.device)
+    # The fractional parts of k·√2 times a large constant are equidistributed; their halves are signs.
+    fraction = (index * 2**0.5 * 9973.0) % 1.0
+    return torch.where(fraction < 0.5, -1.0, 1.0).to(like.dtype).view(rows, PROBES)
+
+
+@dataclass(frozen=True)
+class DiagonalSide:
+    """The diagonal of the covariance only: one number per row.
+
+    Attributes:
+        shared: one number for all rows, their mean. That keeps the request's scale and prefers no
+            direction.
+    """
+
+    shared: bool = False
+
+    def pads(self, size: int) -> bool:
+        return False
+
+    def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State:
+        width = 1 if self.shared else size
+        return {
+            f"{name}_diagonal": like.new_zeros(batch, width),
+            f"{name}_diagonal_root": like.new_ones(batch, width),
+        }
+
+    def accumulate(
+        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+    ) -> None:
+        count = count.view(-1, 1) if isinstance(count, Tensor) else count
+        # Sums of squares along the rows, without a squared copy of the gradient.
+        self._add(state, name, torch.linalg.vector_norm(gradient, dim=-1).square() / count, beta2)
+
+    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
+        self._add(state, name, moment.diagonal(dim1=-2, dim2=-1), beta2)
+
+    def _add(self, state: State, name: str, diagonal: Tensor, beta2: float) -> None:
+        if self.shared:
+            diagonal = diagonal.mean(-1, keepdim=True)
+        state[f"{name}_diagonal"].lerp_(diagonal, 1.0 - beta2)
+
+    def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
+        # A diagonal is cheap to track by age; the other side's drift decides.
+        return torch.zeros_like(correction)
+
+    def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
+        values = state[f"{name}_diagonal"] / correction.view(-1, 1)
+        floor = eigenvalue_floor(values.mean(-1), damping.ridge, damping.absolute)
+        floored = torch.maximum(values, floor[:, None])
+        failed = ~floored.isfinite().all(-1)
+        root = state[f"{name}_diagonal_root"]
+        root.copy_(keep_where(failed, root, floored.pow(-0.25)))
+        return Refresh(floored.amax(-1) / floored.amin(-1), failed)
+
+    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
+        return gradient * state[f"{name}_diagonal_root"].unsqueeze(-1)

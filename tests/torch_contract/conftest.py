@@ -1,0 +1,6 @@
+"""Makes `inputs` importable by the tests beside it, under importlib mode."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
