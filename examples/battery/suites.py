@@ -232,7 +232,7 @@ SUITES = {
     "quick": Suite("quick", QUICK, QUICK[:2], (), ("rpt_sites", "rpt_alpha_0"), (0,), (0,)),
     "dev": Suite(
         "dev", DEV, SUBSET, OTHERS,
-        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1), (0, 1),
+        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1, 2, 3, 4), (0, 1),
     ),
     "large": Suite("large", LARGE, (), (), (), (0,), (), (), ()),
     "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1), (), (), (), CORE),
