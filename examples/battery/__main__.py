@@ -1,12 +1,13 @@
 """Run the battery, or report what it found.
 
-    python -m examples.battery --suite quick|dev|large|full [--jobs N] [--out runs/battery]
+    python -m examples.battery --suite quick|dev|large|other|full [--jobs N] [--out runs/battery]
     python -m examples.battery report [--suite dev] [--out runs/battery]
 
 Interrupted runs continue where they stopped: results are JSON lines in the output folder, keyed by
 task, optimizer, rate, seed and the version of the code that made them. On a CPU, quick takes a few
-minutes, dev and large about two hours each, full a day; --tasks, --optimizers, --stages and
---seeds take a part.
+minutes, other half an hour, dev and large about two hours each, full a day; --tasks, --optimizers,
+--stages and --seeds take a part. `examples.battery.ladder` asks what lasts as models grow,
+`examples.battery.budget` what a few runs of tuning find.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def main() -> None:
         for number, (label, configs) in enumerate(suite.stages(), 1):
             if options.stages and str(number) not in options.stages:
                 continue
-            # Twice: what a grid found may ask for one rate beyond its end.
-            for _ in range(2):
+            # What a grid found may ask for one rate beyond its end, and that for AdamW's part of it.
+            for _ in range(3):
                 chosen = [
                     config
                     for config in configs(store)

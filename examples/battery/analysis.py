@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from .peers import PEERS
 from .store import Config, Store
-from .suites import ABLATIONS, CORE, TUNING_SEED, Suite, time_share, tuned_rate, tuning_rates
+from .suites import (
+    ABLATIONS,
+    CORE,
+    TUNING_SEED,
+    Suite,
+    time_share,
+    tuned_rate,
+    tuned_rest,
+    tuning_rates,
+)
 
 __all__ = ["Results", "bootstrap", "mean_ranks", "profile"]
 
@@ -45,17 +54,24 @@ class Results:
             return tuned_rate(self.store, task, "rpt", self.suite.name)
         return own
 
+    def rest(self, task: str, optimizer: str) -> float:
+        """What multiplies the rate of AdamW's part in the reported runs."""
+        return tuned_rest(self.store, task, optimizer, self.suite.name)
+
     def runs(
         self, task: str, optimizer: str, rate: float | None = None, seeds: Sequence[int] = ()
     ) -> list[Record]:
         """Reported runs by seed, at the tuned rate unless another is given."""
-        rate = self.rate(task, optimizer) if rate is None else rate
+        rest = 1.0
+        if rate is None:
+            rate = self.rate(task, optimizer)
+            rest = self.rest(task, optimizer)
         wanted = seeds or self.suite.seeds
         found = [
             r
             for r in self._records.get((task, optimizer), [])
             if rate is not None and math.isclose(r["rate"], rate) and r["seed"] in wanted
-            if r.get("share", 1.0) == 1.0
+            if r.get("share", 1.0) == 1.0 and r.get("rest", 1.0) == rest
         ]
         return sorted(found, key=lambda r: r["seed"])
 
@@ -79,6 +95,22 @@ class Results:
         """Mean of each run's lowest held-out loss."""
         return _mean([r["best"] for r in self.runs(task, optimizer)])
 
+    def accuracy(self, task: str, optimizer: str) -> float:
+        """Mean final held-out accuracy; NaN for what is not a classification."""
+        found = [r["curves"].get("accuracy") for r in self.runs(task, optimizer) if r["curves"]]
+        return _mean([curve[-1] for curve in found if curve])
+
+    def classifications(self, tasks: Iterable[str]) -> list[tuple[str, ...]]:
+        """Rows (task, and for each of the core: final loss, lowest loss, final accuracy in per cent)."""
+        return [
+            (task, *(
+                f"{self.final(task, n):.3g} / {self.best(task, n):.3g} / {100 * self.accuracy(task, n):.1f}"
+                for n in CORE
+            ))
+            for task in self.complete(tasks, CORE)
+            if not math.isnan(self.accuracy(task, "adamw"))
+        ]  # fmt: skip
+
     def at_equal_time(self, task: str, optimizer: str) -> float:
         """Mean final loss of runs as long as AdamW's in CPU seconds, the schedule fitted to them.
 
@@ -100,8 +132,10 @@ class Results:
         seconds = [_last(run, "cpu") / _last(theirs, "cpu") for run, theirs in timed]
         return _mean([r["final"] for r in runs]), _mean(seconds)
 
-    def to_target(self, task: str, optimizer: str, yardstick: str = "adamw") -> tuple[float, float]:
-        """Shares of the yardstick's steps and CPU seconds until its final loss, mean over seeds.
+    def to_target(
+        self, task: str, optimizer: str, yardstick: str = "adamw", seed: int | None = None
+    ) -> tuple[float, float]:
+        """Shares of the yardstick's steps and CPU seconds until its final loss, mean over seeds (or one).
 
         First measurement at or below; infinite where it is never reached.
         """
@@ -109,7 +143,8 @@ class Results:
         steps, seconds = [], []
         for run in self.runs(task, optimizer):
             target = targets.get(run["seed"])
-            if target is None or not run["curves"] or not target["curves"]:
+            other_seed = seed is not None and run["seed"] != seed
+            if other_seed or target is None or not run["curves"] or not target["curves"]:
                 continue
             losses = run["curves"]["loss"]
             hit = next((i for i, x in enumerate(losses) if x <= target["final"] * 1.0001), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .peers import PEERS
 
-__all__ = ["MULTIPLES", "beyond", "grid"]
+__all__ = ["MULTIPLES", "beyond", "grid", "rate_at"]
 
 LADDER = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
@@ -12,13 +12,14 @@ MULTIPLES: dict[str, tuple[float, ...]] = {
     "quick": (1, 3),
     "dev": (0.3, 1, 3, 10),
     "large": (1, 3, 10),
+    "other": (0.3, 1, 3, 10),
     "full": (0.1, 0.3, 1, 3, 10, 30),
 }
 
 
 def grid(optimizer: str, suite: str) -> list[float]:
     """As many rates for every optimizer, its default among them."""
-    return [_rate(optimizer, m) for m in MULTIPLES[suite]]
+    return [rate_at(optimizer, m) for m in MULTIPLES[suite]]
 
 
 def beyond(optimizer: str, suite: str, best: float) -> list[float]:
@@ -26,11 +27,12 @@ def beyond(optimizer: str, suite: str, best: float) -> list[float]:
     rates = grid(optimizer, suite)
     low, high = (LADDER.index(MULTIPLES[suite][end]) for end in (0, -1))
     if best == rates[-1]:
-        return [_rate(optimizer, LADDER[high + 1])]
+        return [rate_at(optimizer, LADDER[high + 1])]
     if best == rates[0]:
-        return [_rate(optimizer, LADDER[low - 1])]
+        return [rate_at(optimizer, LADDER[low - 1])]
     return []
 
 
-def _rate(optimizer: str, multiple: float) -> float:
+def rate_at(optimizer: str, multiple: float) -> float:
+    """A multiple of the documented default, to three digits."""
     return float(f"{PEERS[optimizer].rate * multiple:.3g}")

@@ -20,11 +20,13 @@ from examples.peers import Float32Muon, hidden_matrices
 from rpt.options import preset_options
 
 from .bundle import Averaged, Bundle
+from .muon_family import MUON_FAMILY
+from .packages import PACKAGES
 from .residual import RPT_VARIANTS
 
 __all__ = ["PEERS", "Peer"]
 
-Factory = Callable[[nn.Module, float, float], Bundle]
+Factory = Callable[..., Bundle]
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class Peer:
     Attributes:
         name: as in the results.
         rate: the documented default learning rate, in the middle of its grid.
-        make: (model, rate, weight decay) → bundle.
+        make: (model, rate, weight decay) → bundle; also a fourth argument where `rest`.
         says: one line for the report.
         family: "peer" or "rpt".
         options: what the version of a result depends on beside the rate.
+        rest: whether the rate of what AdamW trains beside it is tuned too.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Peer:
     says: str
     family: str = "peer"
     options: str = ""
+    rest: bool = False
 
     @cached_property
     def version(self) -> str:
@@ -170,6 +174,8 @@ _OTHERS = [
 
 def _all() -> dict[str, Peer]:
     found = {peer.name: peer for peer in _OTHERS}
+    found |= {entry[0]: Peer(*entry, rest=True) for entry in MUON_FAMILY}
+    found |= {entry[0]: Peer(*entry) for entry in PACKAGES}
     for name, variant in RPT_VARIANTS.items():
         preset = preset_options(variant.preset)
         preset.pop("capturable")  # chooses how a step is computed, not which

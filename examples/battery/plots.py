@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-__all__ = ["ablations", "curves", "profiles", "ratios", "sensitivity"]
+__all__ = ["ablations", "curves", "decades", "profiles", "ratios", "sensitivity"]
 
 COLOURS = {"adamw": "#777777", "rpt": "#c0392b", "muon": "#2471a3", "soap": "#229954"}
 
@@ -75,6 +75,24 @@ def sensitivity(results: Results, tasks: Sequence[str], optimizers: Sequence[str
         axes[0].legend(fontsize=6, frameon=False)
         figure.supxlabel("learning rate over documented default", fontsize=9)
         figure.supylabel("final held-out loss, tuning seed", fontsize=9)
+    return figure
+
+
+def decades(found: Mapping[str, Mapping[str, Mapping[float, float]]]) -> Figure:
+    """Final loss over the multiples of the default rate: task → optimizer → multiple → loss."""
+    figure, axes = _grid(len(found), columns=min(len(found), 5))
+    for axis, (task, curves) in zip(axes, found.items(), strict=True):
+        for name, losses in curves.items():
+            if losses:
+                axis.semilogx(*zip(*sorted(losses.items()), strict=True), "o-", ms=3, lw=1.3,
+                              label=name, color=COLOURS.get(name))  # fmt: skip
+        axis.axvline(1, color="black", lw=0.6, ls=":")
+        axis.set_title(task, fontsize=9)
+        axis.tick_params(labelsize=7, which="both")
+        axis.grid(alpha=0.2)
+    axes[0].legend(fontsize=7, frameon=False)
+    figure.supxlabel("learning rate over the documented default", fontsize=9)
+    figure.supylabel("final held-out loss", fontsize=9)
     return figure
 
 

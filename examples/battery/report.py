@@ -82,6 +82,7 @@ def _core(results: Results, tasks: list[str], out: Path) -> list[str]:
             rows,
         ),
         _losses(results, tasks, CORE),
+        *_classifications(results, tasks),
         "<h2>Until AdamW's final loss</h2><p>Shares of tuned AdamW's steps and CPU seconds; – where "
         "it is not reached. The last two columns: until tuned Muon's and SOAP's, of their own.</p>",
         _table(
@@ -106,6 +107,14 @@ def _core(results: Results, tasks: list[str], out: Path) -> list[str]:
         "sensitivity": plots.sensitivity(results, tasks, CORE),
     }
     return parts + [_picture(figure, name, out) for name, figure in pictures.items()]
+
+
+def _classifications(results: Results, tasks: Iterable[str]) -> list[str]:
+    rows = results.classifications(tasks)
+    if not rows:
+        return []
+    note = "<h2>Classifications</h2><p>Final loss / lowest on the way / final accuracy in per cent.</p>"
+    return [note, _table(("", *CORE), rows)]
 
 
 def _relative(results: Results, tasks: Iterable[str], name: str) -> tuple[str, str]:

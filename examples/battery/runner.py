@@ -38,7 +38,8 @@ def train(config: Config, steps: int | None = None) -> dict[str, Any]:
         task = replace(task, steps=max(1, round(task.steps * config.share)))
     problem = task.build(config.seed)
     model = problem.model
-    bundle = peer.make(model, config.rate, task.weight_decay)
+    more = (config.rest,) if peer.rest else ()
+    bundle = peer.make(model, config.rate, task.weight_decay, *more)
     curves: dict[str, list[float]] = {
         name: [] for name in ("step", "loss", "accuracy", "train", "wall", "cpu", "cpu_step")
     }
@@ -110,6 +111,7 @@ def _record(
         "rate": config.rate,
         "seed": config.seed,
         "share": config.share,
+        "rest": config.rest,
         "final": final,
         "best": min(finite, default=math.inf),
         "diverged": not healthy or not final <= losses[0],
@@ -132,7 +134,7 @@ def _attempt(config: Config) -> dict[str, Any]:
         # A peer that fails on a task is a result too; it must not end the battery.
         return {
             "key": config.key, "task": config.task, "optimizer": config.optimizer,
-            "rate": config.rate, "seed": config.seed, "share": config.share,
+            "rate": config.rate, "seed": config.seed, "share": config.share, "rest": config.rest,
             "final": math.inf, "best": math.inf, "diverged": True, "parameters": 0, "curves": {},
             "error": traceback.format_exc(limit=3),
         }  # fmt: skip

@@ -21,6 +21,7 @@ class Config:
     Attributes:
         task, optimizer, rate, seed: what is trained, and how.
         share: of the task's steps, with the schedule shortened to them.
+        rest: multiplies the rate of what AdamW trains beside a peer that takes only some parameters.
     """
 
     task: str
@@ -28,6 +29,7 @@ class Config:
     rate: float
     seed: int
     share: float = 1.0
+    rest: float = 1.0
 
     @property
     def version(self) -> str:
@@ -37,7 +39,9 @@ class Config:
     @property
     def key(self) -> str:
         key = f"{self.task}|{self.optimizer}|{self.rate:g}|{self.seed}|{self.version}"
-        return key if self.share == 1.0 else f"{key}|{self.share:g}"
+        if self.share != 1.0:
+            key = f"{key}|{self.share:g}"
+        return key if self.rest == 1.0 else f"{key}|rest {self.rest:g}"
 
 
 class Store:
@@ -71,6 +75,7 @@ class Store:
         for record in self._records.values():
             if record["task"] in TASKS and record["optimizer"] in PEERS:
                 names = ("task", "optimizer", "rate", "seed")
-                config = Config(*(record[n] for n in names), record.get("share", 1.0))
+                more = (record.get("share", 1.0), record.get("rest", 1.0))
+                config = Config(*(record[n] for n in names), *more)
                 if config.key == record["key"]:
                     yield record

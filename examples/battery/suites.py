@@ -10,9 +10,11 @@ from .peers import PEERS
 from .store import Config, Store
 from .tasks import TASKS
 
-__all__ = ["CORE", "SUITES", "TWO_FIFTHS", "Suite", "tuned_rate"]
+__all__ = ["CORE", "SUITES", "TWO_FIFTHS", "Suite", "tuned_rate", "tuned_rest"]
 
 TUNING_SEED = 100
+# Beside a tuned rate, what multiplies that of the parameters which a peer leaves to AdamW.
+RESTS = (0.3, 3.0)
 CORE = ("adamw", "rpt", "muon", "soap")
 OTHERS = tuple(
     n for n, p in PEERS.items() if p.family == "peer" and n not in (*CORE, "adamw_average_098")
@@ -42,6 +44,7 @@ class Suite:
         ablation_seeds: the ablations' and other peers' reported seeds.
         constant: what runs on the tasks without a schedule, beside the core.
         candidates: variants run on every task, at the default rate and at RPT's tuned one.
+        untuned: what also runs on every task at its documented default rate.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Suite:
     ablation_seeds: tuple[int, ...]
     constant: tuple[str, ...] = CONSTANT
     candidates: tuple[str, ...] = ("rpt_gain_open",)
+    untuned: tuple[str, ...] = ("adamw", "rpt")
 
     def stages(self) -> list[Stage]:
         """In order of the evidence's worth."""
@@ -110,13 +114,16 @@ class Suite:
     def _tuning(
         self, store: Store, optimizers: Iterable[str], tasks: Iterable[str]
     ) -> Iterable[Config]:
-        """Every grid, and one rate more where an end of it won: the same rule for all."""
+        """Every grid, and one rate more where an end of it won: the same rule for all.
+
+        Then, for a peer that shares the model with AdamW, the other rates of AdamW's part.
+        """
         names = list(optimizers)
         return [
-            Config(task, name, rate, TUNING_SEED)
+            Config(task, name, rate, TUNING_SEED, rest=rest)
             for task in tasks
             for name in names
-            for rate in tuning_rates(store, task, name, self.name)
+            for rate, rest in tuning_points(store, task, name, self.name)
         ]
 
     def _reporting(
@@ -124,7 +131,7 @@ class Suite:
     ) -> Iterable[Config]:
         names, chosen = list(optimizers), list(seeds)
         return [
-            Config(task, name, rate, seed)
+            Config(task, name, rate, seed, rest=tuned_rest(store, task, name, self.name))
             for task in tasks
             for name in names
             if (rate := tuned_rate(store, task, name, self.name)) is not None
@@ -138,7 +145,7 @@ class Suite:
         return [
             Config(task, name, PEERS[name].rate, seed)
             for task in self.tasks
-            for name in ("adamw", "rpt")
+            for name in self.untuned
             for seed in self.seeds
         ]
 
@@ -178,6 +185,28 @@ def tuned_rate(store: Store, task: str, optimizer: str, suite: str) -> float | N
     return min(found)[1] if found else None
 
 
+def tuning_points(store: Store, task: str, optimizer: str, suite: str) -> list[tuple[float, float]]:
+    """(rate, multiple of the rest's rate) to be run on the tuning seed, as far as it can be said."""
+    rates = tuning_rates(store, task, optimizer, suite)
+    points = [(rate, 1.0) for rate in rates]
+    best = tuned_rate(store, task, optimizer, suite)
+    if PEERS[optimizer].rest and len(_finals(store, task, optimizer, rates)) == len(rates):
+        points += [(best or 0.0, rest) for rest in RESTS]
+    return points
+
+
+def tuned_rest(store: Store, task: str, optimizer: str, suite: str) -> float:
+    """The best multiple of the rest's rate at the tuned rate, on the tuning seed; 1 where not tuned."""
+    rate = tuned_rate(store, task, optimizer, suite) if PEERS[optimizer].rest else None
+    if rate is None:
+        return 1.0
+    tried = {
+        m: store.get(Config(task, optimizer, rate, TUNING_SEED, rest=m)) for m in (1.0, *RESTS)
+    }
+    found = {m: record["final"] for m, record in tried.items() if record is not None}
+    return min(found, key=lambda m: found[m])
+
+
 def time_share(store: Store, task: str, optimizer: str, suite: Suite) -> float:
     """The share of an optimizer's steps that takes the seconds of AdamW's whole run; 1 if not known."""
     seconds = []
@@ -195,15 +224,19 @@ def _finals(
     return [(record["final"], rate) for rate, record in runs if record is not None]
 
 
-DEV = tuple(name for name in TASKS if name not in LARGE)
+# What `other` and the ladder ask is asked by them alone.
+BATTERY = tuple(name for name, task in TASKS.items() if task.group not in ("other", "ladder"))
+DEV = tuple(name for name in BATTERY if name not in LARGE)
+OTHER_FIELDS = tuple(name for name, task in TASKS.items() if task.group == "other")
 SUITES = {
     "quick": Suite("quick", QUICK, QUICK[:2], (), ("rpt_sites", "rpt_alpha_0"), (0,), (0,)),
     "dev": Suite(
         "dev", DEV, SUBSET, OTHERS,
-        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1), (0, 1),
+        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1, 2, 3, 4), (0, 1),
     ),
     "large": Suite("large", LARGE, (), (), (), (0,), (), (), ()),
+    "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1), (), (), (), CORE),
     "full": Suite(
-        "full", tuple(TASKS), (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
+        "full", BATTERY, (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
     ),
 }  # fmt: skip

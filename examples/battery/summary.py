@@ -33,6 +33,8 @@ def write_summary(store: Store, suite: Suite, out: Path) -> Path:
         _peers(results),
         _ablations(results, suite),
         _losses(results, suite),
+        _classifications(results, suite),
+        _failures(results),
     ]
     path = out / "summary.md"
     path.write_text("\n\n".join(part for part in parts if part) + "\n")
@@ -104,17 +106,25 @@ def _two_fifths(results: Results, suite: Suite) -> str:
 
 
 def _defaults(results: Results, suite: Suite) -> str:
+    others = [n for n in suite.untuned if n not in ("adamw", "rpt")]
     rows = []
     for task in suite.tasks:
-        ours, theirs = results.finals(task, [(n, PEERS[n].rate) for n in ("rpt", "adamw")])
+        arms = [(n, PEERS[n].rate) for n in ("rpt", "adamw", *others)]
+        ours, theirs, *rest = results.finals(task, arms)
         if not math.isnan(ours + theirs):
-            rows.append((ours / theirs, task, ours, theirs, results.final(task, "adamw")))
+            losses = (ours, theirs, *rest, results.final(task, "adamw"))
+            rows.append((ours / theirs, task, losses))
     if not rows:
         return ""
     rows.sort(reverse=True)
-    return "## Both at their default rate\n\n" + markdown(
-        ("", "RPT", "AdamW", "ratio", "tuned AdamW"),
-        [(t, f"{a:.4g}", f"{b:.4g}", f"{q:.3f}", f"{c:.4g}") for q, t, a, b, c in rows],
+    mean = math.exp(np.mean([math.log(row[0]) for row in rows]))
+    lower = sum(row[0] < 1 for row in rows)
+    return (
+        f"## {'All' if others else 'Both'} at their default rate\n\nRPT's loss over AdamW's: {mean:.3f} "
+        f"in the geometric mean, lower on {lower} of {len(rows)}.\n\n"
+    ) + markdown(
+        ("", "ratio", "RPT", "AdamW", *others, "tuned AdamW"),
+        [(task, f"{q:.3f}", *(f"{x:.4g}" for x in losses)) for q, task, losses in rows],
     )
 
 
@@ -217,6 +227,30 @@ def _losses(results: Results, suite: Suite) -> str:
         found = zip(CORE, results.finals(task, CORE), strict=True)
         rows.append((task, *(_cell(results, task, n, x) for n, x in found)))
     return "## Final held-out loss, tuned (rate)\n\n" + markdown(("", *CORE), rows)
+
+
+def _classifications(results: Results, suite: Suite) -> str:
+    rows = results.classifications(suite.tasks)
+    if not rows:
+        return ""
+    return "## Classifications: final loss / lowest on the way / final accuracy, %\n\n" + markdown(
+        ("", *CORE), rows
+    )
+
+
+def _failures(results: Results) -> str:
+    """What raised: one line for every optimizer and message."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for record in results.store.current():
+        if record.get("error"):
+            message = record["error"].strip().split("\n")[-1].replace("|", "/")
+            found.setdefault((record["optimizer"], message), []).append(record["task"])
+    if not found:
+        return ""
+    return "## Did not run\n\n" + markdown(
+        ("", "tasks", "error"),
+        [(name, ", ".join(dict.fromkeys(tasks)), text) for (name, text), tasks in found.items()],
+    )
 
 
 def _cell(results: Results, task: str, name: str, value: float | None = None) -> str:

@@ -22,12 +22,17 @@ from examples.peers import Float32Muon, hidden_matrices, orthogonalised
 PACKAGES = {
     "soap": "pytorch_optimizer", "scalable_shampoo": "pytorch_optimizer",
     "schedule_free": "pytorch_optimizer", "shampoo": "torch_optimizer",
-    "adabelief": "torch_optimizer",
+    "adabelief": "torch_optimizer", "normuon": "pytorch_optimizer", "adamuon": "pytorch_optimizer",
+    "soap_decay": "pytorch_optimizer", "kron": "pytorch_optimizer", "conda": "pytorch_optimizer",
+    "mars": "pytorch_optimizer", "heavyball_soap": "heavyball", "heavyball_kl": "heavyball",
+    "heavyball_psgd": "heavyball", "emerging_soap": "emerging_optimizers.soap",
+    "emerging_kl": "emerging_optimizers.soap",
 }  # fmt: skip
+SLOW = (*LARGE, "ladder_030", "ladder_075", "ladder_005_long")
 
 
 @pytest.mark.parametrize(
-    "task", [pytest.param(t, marks=pytest.mark.slow) if t in LARGE else t for t in TASKS]
+    "task", [pytest.param(t, marks=pytest.mark.slow) if t in SLOW else t for t in TASKS]
 )
 def test_every_task_trains(task):
     if "mnist" in task:
@@ -41,7 +46,7 @@ def test_every_task_trains(task):
 @pytest.mark.parametrize("name", PEERS)
 def test_every_optimizer_trains(name):
     if name in PACKAGES:
-        pytest.importorskip(PACKAGES[name])
+        pytest.importorskip(PACKAGES[name], exc_type=ImportError)
     # torch-optimizer's Shampoo cannot bear anything near its own default rate.
     rate = PEERS[name].rate / (300 if name == "shampoo" else 10)
     record = train(Config("wine", name, rate, 0), steps=12)

@@ -94,7 +94,9 @@ class LorentzEmbedding(KeepsManifold):
         return Point(a.clamp(min=0.0), norm_and_direction(u)[1])
 
     def _look_for_strays(self) -> None:
-        """Warn, once, where an optimizer has left the manifold."""
+        """Warn, once, where an optimizer has left the manifold. Shards are not looked at."""
+        if type(self.weight.detach()) is not Tensor:
+            return
         if self._warned or self.weight._version == self._version or not self.weight.numel():
             return
         self._version = self.weight._version

@@ -20,13 +20,7 @@ from ..ops.point import Point
 from ..ops.scalar import norm_and_direction
 from .riemannian import RiemannianAdamWState, riemannian_adamw_update
 
-__all__ = [
-    "KeepsManifold",
-    "LorentzManifold",
-    "LorentzParameter",
-    "pack",
-    "unpack",
-]
+__all__ = ["KeepsManifold", "LorentzManifold", "LorentzParameter", "pack", "unpack"]
 
 
 def pack(x: tuple[Tensor, Tensor]) -> Tensor:

@@ -81,6 +81,7 @@ def test_every_layer_declares_its_sites():
             helpers = (lorentz.Curvature, lorentz.HeadGain, lorentz.PolarReLU)
             helpers += (lorentz.SpaceActivation, lorentz.PolarDropout)
             helpers += (lorentz.HorosphericalEncoding, lorentz.BoostEncoding)
+            helpers += (lorentz.KeepsManifold,)
             helpers += (lorentz.PolarMaxPool2d, lorentz.CentroidPool2d)
             assert issubclass(thing, helpers) or issubclass(thing, ObservableModel)
 
