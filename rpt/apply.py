@@ -133,9 +133,7 @@ class SingleProcess:
     """Everything is here."""
 
     def agree(self, live: list[Live], observed: Committed) -> Agreement:
-        gradients = []
-        for _, _, gradient in live:
-            gradients.append(gradient)
+        gradients = [gradient for *_, gradient in live]
         # One host synchronisation: which parameters take part is the host's decision.
         return Agreement(live, largest_entries(gradients).tolist(), observed)
 

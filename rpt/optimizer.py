@@ -28,7 +28,7 @@ from .checkpoint import canonical_name, check_loadable, matched_by_name, restore
 from .groups import Groups
 from .manifold import manifold_of, step_on_manifold
 from .observing import NOTHING, Observing, own
-from .options import DEFAULTS, Nonfinite, PolarSchedule, Preset, Rounding
+from .options import DEFAULTS, Nonfinite, ObserverNull, PolarSchedule, Preset, Rounding
 from .ownership import (
     MODES,
     Agreement,
@@ -144,7 +144,7 @@ class ResidualPolarTransport(Optimizer):
         observer_dim: int = 32,
         observer_ridge: float = 1e-7,
         observer_center: bool = True,
-        observer_null: str = "none",
+        observer_null: ObserverNull = "none",
         ownership: OwnershipMode | Ownership = "auto",
         foreach: bool | None = None,
         fused: bool | None = None,

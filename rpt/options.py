@@ -28,6 +28,7 @@ __all__ = [
     "OBSERVE_EVERY",
     "OPTIONS",
     "Nonfinite",
+    "ObserverNull",
     "PolarSchedule",
     "Preset",
     "Rounding",
@@ -43,6 +44,7 @@ Preset = Literal["drop_in", "paper"]
 PolarSchedule = Literal["tight", "quintic"]
 Nonfinite = Literal["skip", "raise"]
 Rounding = Literal["nearest", "stochastic"]
+ObserverNull = Literal["none", "shuffle", "analytic"]
 
 # Takes the option's name with its group in front, and the value; returns a plain value or raises.
 Check = Callable[[str, Any], Any]

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .store.schema import COUNTERS
+
 if TYPE_CHECKING:
     from .optimizer import ResidualPolarTransport
 
 __all__ = ["ParameterTelemetry", "Telemetry", "gather_telemetry"]
 
 
-_COUNTERS = ("step", "last_root_step", "root_refreshes", "observations", "skipped")
+_COUNTERS = tuple(name for name, entry in COUNTERS.items() if entry.telemetry)
 
 
 @dataclass(frozen=True)

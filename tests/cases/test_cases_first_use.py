@@ -360,7 +360,11 @@ def test_states_are_matched_by_name(groups):
     for name, p in twin.named_parameters():
         mine = other.state[p]["momentum"]
         assert torch.equal(mine, whole.state[model.get_parameter(name)]["momentum"])
-    names = [other.parameter_name(g, i) for g, i, _ in other._parameters()]
+    names = [
+        other.parameter_name(g, i)
+        for g, group in enumerate(other.param_groups)
+        for i in range(len(group["params"]))
+    ]
     assert names == [f"{name} {tuple(p.shape)}" for name, p in turned]
     for group in (*whole.param_groups, *other.param_groups):
         group["lr"] = 1e-2

@@ -1,5 +1,6 @@
 """What `telemetry()` says: plain numbers that agree with what was done."""
 
+import dataclasses
 import json
 import math
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from rpt import ResidualPolarTransport
+from rpt.store.schema import ENTRIES, TRAVELLING
+from rpt.telemetry import ParameterTelemetry
 
 
 def trained(steps=3, **options):
@@ -126,3 +129,11 @@ def test_reading_changes_nothing():
     after = {k: v for p in optimizer.state.values() for k, v in p.items()
              if isinstance(v, torch.Tensor)}  # fmt: skip
     assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_the_schema_says_what_is_reported():
+    shown = {entry.name for entry in ENTRIES if entry.telemetry}
+    fields = {field.name for field in dataclasses.fields(ParameterTelemetry)}
+    # The step of the last refresh is told as the roots' age.
+    assert shown - {"last_root_step"} <= fields
+    assert set(TRAVELLING) <= shown
