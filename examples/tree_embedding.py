@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from quick import RUNS, announce, writable
 from rpt.geometry import lorentz
 from torch import Tensor
 
@@ -119,7 +120,6 @@ def draw(pictures: dict[str, Tensor], parents: Tensor, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(1, len(pictures), figsize=(5 * len(pictures), 5), squeeze=False)
     for axis, (name, p) in zip(axes[0], pictures.items(), strict=True):
         axis.add_patch(plt.Circle((0, 0), 1.0, fill=False, color="0.7"))
@@ -129,7 +129,7 @@ def draw(pictures: dict[str, Tensor], parents: Tensor, path: Path) -> None:
         axis.plot(p[:, 0], p[:, 1], ".", markersize=3)
         axis.set(title=name, aspect="equal", xticks=[], yticks=[])
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(writable(path), dpi=120)
 
 
 def main() -> None:
@@ -144,9 +144,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/tree_embedding.png"))
-    parser.add_argument("--quick", action="store_true", help="a small tree and few steps")
+    parser.add_argument("--out", type=Path, default=RUNS / "tree_embedding.png")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small tree, few steps: figures mean nothing"
+    )
     options = parser.parse_args()
+    announce(options.quick)
     if options.quick:
         options.depth, options.steps = min(options.depth, 2), min(options.steps, 200)
     torch.manual_seed(options.seed)
