@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rpt.observers.patches import sampled_cotangents, sampled_patches
+from rpt.observers.rank import entropy_rank
 from torch import Tensor, nn
 
 from rpt.length import next_energy, noise_ratio, relative_limit, rescale, signal, step_rms
-from rpt.observers.patches import sampled_cotangents, sampled_patches
-from rpt.observers.rank import entropy_rank
 from rpt.polar import polar_schedule, polar_share
 from rpt.roots.decompose import inverse_root
 from rpt.transport import carry, certificate, live_frame, store_frame

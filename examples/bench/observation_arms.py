@@ -1,11 +1,13 @@
 """What is an observation good for? Every arm of `examples/research.py` against observing nothing.
 
-    python -m examples.bench.observation_arms run screen      four tasks at half their steps, two rates, tuning seeds
-    python -m examples.bench.observation_arms run final       eight tasks, own best of three rates, fresh seeds
-    python -m examples.bench.observation_arms report [screen|final]
+    python -m examples.bench.observation_arms run screen      four tasks at half their steps, two rates
+    python -m examples.bench.observation_arms run final       eight tasks, own best of three rates
+    python -m examples.bench.observation_arms run attached    the library, `attach_model` or not
+    python -m examples.bench.observation_arms report [screen|final|attached]
 
-Runs are kept in runs/observation_arms.jsonl and not repeated. Arms of a seed share initialisation and batches,
-so differences are paired: log(loss of the arm / loss without observation), with a 95 % t-interval.
+Runs are kept in runs/observation_arms.jsonl and not repeated. Arms of a seed share initialisation and
+batches, so differences are paired: log(loss of the arm / loss without observation) in percent, mean and 95 %
+t-interval over seeds (of the screen: over seeds and rates).
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +61,9 @@ ARMS: dict[str, Arm] = {
     "outputs": Arm(cap="outputs"),
     "trim 4": Arm(trim=4.0),
 }
+TUNING = (100, 101)
 SCREEN = ("gpt_char", "operator_1d", "vit_digits", "mlp_digits")
-SCREEN_RATES, SCREEN_SEEDS, SCREEN_SHARE = (3e-3, 1e-2), (100, 101), 0.5
+SCREEN_RATES, SCREEN_SHARE = (3e-3, 1e-2), 0.5
 TASKS = ("gpt_char", "gpt_bpe", "context_lm", "lstm_char", "vit_digits", "resnet_mnist", "mlp_digits",
          "operator_1d")  # fmt: skip
 RATES, SEEDS = (1e-3, 3e-3, 1e-2), {"gpt_bpe": 3, "context_lm": 3}
@@ -71,104 +73,122 @@ def maker(arm: Arm) -> Callable[..., Bundle]:
     return lambda model, rate, decay: Bundle([ResearchTransport(model, rate, arm, decay)])
 
 
-def library(model: nn.Module, rate: float, decay: float) -> Bundle:
-    return Bundle([rpt.ResidualPolarTransport(model.parameters(), rate, weight_decay=decay)])
+def library(sites: str, **options: float) -> Callable[..., Bundle]:
+    """The library's default preset: nothing attached, "declared" sites, or "linear" for every such layer."""
+
+    def make(model: nn.Module, rate: float, decay: float) -> Bundle:
+        optimizer = rpt.ResidualPolarTransport(
+            model.parameters(), rate, weight_decay=decay, **options
+        )
+        if sites:
+            module_filter = (lambda m: isinstance(m, nn.Linear)) if sites == "linear" else None
+            optimizer.attach_model(model, module_filter)
+        return Bundle([optimizer])
+
+    return make
 
 
-for _task in TASKS:  # only the end of a run is looked at
+for _task in (*TASKS, "ripple"):  # only the end of a run is looked at
     BATTERY[_task] = replace(BATTERY[_task], evaluations=1, tail=1)
 for _name, _arm in ARMS.items():
     PEERS[_name] = Peer(_name, 1e-3, maker(_arm), "", options=repr(_arm))
-PEERS["library"] = Peer("library", 1e-3, library, "")
+# With a release of (nearly) 1 an observation never takes a weight below the prior, which is 1 here.
+ATTACHED: dict[str, Callable[..., Bundle]] = {
+    "library": library(""),
+    "declared": library("declared"),
+    "linear": library("linear"),
+    "linear, never below the prior": library("linear", polar_release_beta=1 - 1e-12),
+}
+for _name, _make in ATTACHED.items():
+    PEERS[_name] = Peer(_name, 1e-3, _make, "", options=_name)
 
 
-def finals(
-    store: Store, task: str, arm: str, rate: float, seeds: Sequence[int], share: float = 1.0
-) -> list[float]:
-    records = [store.get(Config(task, arm, rate, seed, share)) for seed in seeds]
-    return [r["final"] for r in records if r is not None]
+STAGES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "screen": (list(ARMS), SCREEN),
+    "final": (list(ARMS), TASKS),
+    "attached": (list(ATTACHED), ("gpt_char", "vit_digits", "ripple")),
+}
+
+
+def final(store: Store, config: Config) -> float | None:
+    record = store.get(config)
+    return None if record is None else record["final"]
 
 
 def interval(logs: Sequence[float]) -> tuple[float, float]:
     """Mean and half-width of the 95 % t-interval."""
-    quantile = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 16: 2.131}
+    quantile = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
     if len(logs) < 2:
         return (logs[0] if logs else math.nan), math.nan
-    q = quantile.get(len(logs), 2.0)
+    q = quantile.get(len(logs), 2.2)
     return statistics.mean(logs), q * statistics.stdev(logs) / len(logs) ** 0.5
 
 
 def best_rate(store: Store, task: str, arm: str) -> float | None:
-    found = {r: finals(store, task, arm, r, [100]) for r in RATES}
-    found = {r: f for r, f in found.items() if f}
-    return min(found, key=lambda r: found[r]) if found else None
+    found = {r: final(store, Config(task, arm, r, TUNING[0])) for r in RATES}
+    known = {r: f for r, f in found.items() if f is not None}
+    return min(known, key=lambda r: known[r]) if known else None
 
 
-def seeds_of(task: str) -> range:
-    return range(SEEDS.get(task, 5))
-
-
-def run(
-    store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str], seeds: Sequence[int]
-) -> None:
+def configs(store: Store, stage: str, task: str, arm: str) -> list[Config]:
+    """What is compared with the same list of another arm, entry by entry."""
     if stage == "screen":
-        wanted = [
-            Config(t, a, r, s, SCREEN_SHARE)
-            for s in seeds for a in arms for t in tasks for r in SCREEN_RATES
-        ]  # fmt: skip
-        run_all(wanted, store, 1, "screen")
-        return
+        return [Config(task, arm, r, s, SCREEN_SHARE) for s in TUNING for r in SCREEN_RATES]
+    rate = 3e-3 if stage == "attached" else best_rate(store, task, arm)
+    seeds = 3 if stage == "attached" else SEEDS.get(task, 5)
+    return [Config(task, arm, rate, seed) for seed in range(seeds)] if rate else []
+
+
+def run(store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str]) -> None:
     for task in tasks:
-        run_all([Config(task, a, r, 100) for a in arms for r in RATES], store, 1, task)
-        best = {a: best_rate(store, task, a) for a in arms}
-        run_all([Config(task, a, best[a] or 1e-3, s) for s in seeds_of(task) for a in arms], store, 1, task)
+        if stage == "final":
+            run_all([Config(task, a, r, TUNING[0]) for a in arms for r in RATES], store, 1, task)
+        lists = [configs(store, stage, task, arm) for arm in arms]
+        # Arm by arm within a seed, so that an interruption leaves pairs.
+        run_all([c for row in zip(*lists, strict=True) for c in row], store, 1, task)
 
 
 def report(store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str]) -> None:
-    print("| arm | " + " | ".join(tasks) + " |\n|" + " --- |" * (len(tasks) + 1))
+    """Rows of a Markdown table: the first arm's mean loss, the others' paired differences in percent."""
+    print("| | " + " | ".join(tasks) + " |\n|" + " --- |" * (len(tasks) + 1))
     for arm in arms:
         cells = []
         for task in tasks:
-            if stage == "screen":
-                share = SCREEN_SHARE
-                pairs = [
-                    (a[0], b[0]) for r in SCREEN_RATES for s in SCREEN_SEEDS
-                    if (a := finals(store, task, arm, r, [s], share))
-                    and (b := finals(store, task, "nothing", r, [s], share))
-                ]  # fmt: skip
-            else:
-                rates_of = [best_rate(store, task, arm), best_rate(store, task, "nothing")]
-                if None in rates_of:
-                    cells.append("")
-                    continue
-                pairs = [
-                    (a[0], b[0]) for s in seeds_of(task)
-                    if (a := finals(store, task, arm, rates_of[0] or 0, [s]))
-                    and (b := finals(store, task, "nothing", rates_of[1] or 0, [s]))
-                ]  # fmt: skip
+            pairs = [
+                (x, y)
+                for a, b in zip(
+                    configs(store, stage, task, arm),
+                    configs(store, stage, task, arms[0]),
+                    strict=False,
+                )
+                if (x := final(store, a)) is not None and (y := final(store, b)) is not None
+            ]
             if not pairs:
                 cells.append("")
-                continue
-            mean, half = interval([math.log(a / b) for a, b in pairs])
-            base = statistics.mean(p[1 if arm != "nothing" else 0] for p in pairs)
-            cells.append(f"{base:.4g}" if arm == "nothing" else f"{100 * mean:+.1f} ± {100 * half:.1f}")
+            elif arm == arms[0]:
+                cells.append(f"{statistics.mean(x for x, _ in pairs):.4g}")
+            else:
+                mean, half = interval([math.log(x / y) for x, y in pairs])
+                cells.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
         print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("stage", choices=("screen", "final"), nargs="?", default="final")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("stage", choices=tuple(STAGES))
+    parser.add_argument("--arms", nargs="+", help="beside the one that observes nothing; all")
     parser.add_argument("--tasks", nargs="+")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SCREEN_SEEDS), help="of the screen")
     options = parser.parse_args()
-    tasks = options.tasks or (SCREEN if options.stage == "screen" else TASKS)
-    if options.what == "run":
-        run(Store(STORE), options.stage, options.arms, tasks, options.seeds)
-    else:
-        report(Store(STORE), options.stage, options.arms, tasks)
+    arms, tasks = STAGES[options.stage]
+    if options.arms:
+        arms = [arms[0], *options.arms]
+    (run if options.what == "run" else report)(
+        Store(STORE), options.stage, arms, options.tasks or tasks
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
