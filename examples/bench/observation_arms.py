@@ -57,13 +57,21 @@ ARMS: dict[str, Arm] = {
     "back own RL": Arm(back="RL"),
     "back R": Arm("R", back="R"),
     "back RL": Arm("RL", back="RL"),
+    "back RL 3/8": Arm("RL", -0.375, back="RL", back_power=-0.375),
+    "back RL 1/2": Arm("RL", -0.5, back="RL", back_power=-0.5, ridge=1e-2),
+    "back RL 1/8": Arm("RL", back="RL", back_power=-0.125),
+    "back RL ridge": Arm("RL", back="RL", ridge=1e-2),
+    "back RL b99": Arm("RL", back="RL", beta2=0.99),
+    "back RL outputs": Arm("RL", back="RL", cap="outputs"),
+    "RL back R": Arm("RL", back="R"),
+    "RL back L": Arm("RL", back="L"),
     "back R 1/8": Arm("R", back="R", back_power=-0.125),
     "outputs": Arm(cap="outputs"),
     "trim 4": Arm(trim=4.0),
 }
 TUNING = (100, 101)
 SCREEN = ("gpt_char", "operator_1d", "vit_digits", "mlp_digits")
-SCREEN_RATES, SCREEN_SHARE = (3e-3, 1e-2), 0.5
+SCREEN_RATES, SCREEN_SHARE = (1e-2, 3e-3), 0.5
 TASKS = ("gpt_char", "gpt_bpe", "context_lm", "lstm_char", "vit_digits", "resnet_mnist", "mlp_digits",
          "operator_1d")  # fmt: skip
 RATES, SEEDS = (1e-3, 3e-3, 1e-2), {"gpt_bpe": 3, "context_lm": 3}
