@@ -13,7 +13,7 @@ What came of it: docs/observation.md; the comparison itself: examples/bench/obse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ class Arm:
         beta2, ridge, rows: of the observed sides; sampled rows per layer and step.
         back: sides whose root, to the power `back_power`, is applied once more after the polar factor.
         back_power: see `back`: -1/2 on both would be steepest descent in that metric's operator norm.
+        back_where: "all" matrices, or the "seen" ones: linear and convolutional layers, no tables.
         length: s from "time" (section 8a), the step's own "noise", "both" (geometric mean), or "shrunk":
             the time's, times the root of the signal's share in this gradient.
         polar: weight "one"; "head": 0 at the last layer of the graph; "rank": 1 - rank, as published;
@@ -61,6 +62,7 @@ class Arm:
     rows: int = 256
     back: str = ""
     back_power: float = -0.25
+    back_where: str = "all"
     length: str = "time"
     polar: str = "one"
     cap: str = "weights"
@@ -68,10 +70,7 @@ class Arm:
 
     @property
     def observes(self) -> bool:
-        return bool(self.sides or self.trim) or (self.length, self.polar, self.cap) != Arm._plain
-
-
-Arm._plain = ("time", "one", "weights")  # type: ignore[attr-defined]
+        return self != replace(Arm(), back=self.back, back_power=self.back_power)
 
 
 class Seen(NamedTuple):
@@ -236,7 +235,7 @@ class ResearchTransport(torch.optim.Optimizer):
                 state["alpha"] = 0.9 * state["alpha"] + 0.1 * target
             weight = torch.tensor([state["alpha"]])
             shaped = polar_share(update[None], weight, SCHEDULE, TAU, True)[0]
-        for name in arm.back:
+        for name in arm.back if arm.back_where == "all" or seen is not None else "":
             shaped = apply_side(state[name + "back"], shaped, name)
         return shaped
 

@@ -16,7 +16,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from torch import nn
@@ -63,6 +63,11 @@ ARMS: dict[str, Arm] = {
     "back RL ridge": Arm("RL", back="RL", ridge=1e-2),
     "back RL b99": Arm("RL", back="RL", beta2=0.99),
     "back RL outputs": Arm("RL", back="RL", cap="outputs"),
+    "L back L": Arm("L", back="L"),
+    "back own L": Arm(back="L"),
+    "RL back L 3/8": Arm("RL", back="L", back_power=-0.375),
+    "RL back L seen": Arm("RL", back="L", back_where="seen"),
+    "back own L seen": Arm(back="L", back_where="seen"),
     "RL back R": Arm("RL", back="R"),
     "RL back L": Arm("RL", back="L"),
     "back R 1/8": Arm("R", back="R", back_power=-0.125),
@@ -79,6 +84,11 @@ RATES, SEEDS = (1e-3, 3e-3, 1e-2), {"gpt_bpe": 3, "context_lm": 3}
 
 def maker(arm: Arm) -> Callable[..., Bundle]:
     return lambda model, rate, decay: Bundle([ResearchTransport(model, rate, arm, decay)])
+
+
+def _version(arm: Arm) -> str:
+    """What differs from observing nothing: a new field of `Arm` does not disown older runs."""
+    return repr({f.name: v for f in fields(arm) if (v := getattr(arm, f.name)) != f.default})
 
 
 def library(sites: str, **options: float) -> Callable[..., Bundle]:
@@ -99,7 +109,7 @@ def library(sites: str, **options: float) -> Callable[..., Bundle]:
 for _task in (*TASKS, "ripple"):  # only the end of a run is looked at
     BATTERY[_task] = replace(BATTERY[_task], evaluations=1, tail=1)
 for _name, _arm in ARMS.items():
-    PEERS[_name] = Peer(_name, 1e-3, maker(_arm), "", options=repr(_arm))
+    PEERS[_name] = Peer(_name, 1e-3, maker(_arm), "", options=_version(_arm))
 # With a release of (nearly) 1 an observation never takes a weight below the prior, which is 1 here.
 ATTACHED: dict[str, Callable[..., Bundle]] = {
     "library": library(""),
