@@ -45,7 +45,8 @@ class Arm:
         beta2, ridge, rows: of the observed sides; sampled rows per layer and step.
         back: sides whose root, to the power `back_power`, is applied once more after the polar factor.
         back_power: see `back`: -1/2 on both would be steepest descent in that metric's operator norm.
-        back_where: "all" matrices, or the "seen" ones: linear and convolutional layers, no tables.
+        back_where: "all" matrices, or the "seen" ones (linear and convolutional layers), or the
+            "unseen" (tables).
         length: s from "time" (section 8a), the step's own "noise", "both" (geometric mean), or "shrunk":
             the time's, times the root of the signal's share in this gradient.
         polar: weight "one"; "head": 0 at the last layer of the graph; "rank": 1 - rank, as published;
@@ -235,7 +236,8 @@ class ResearchTransport(torch.optim.Optimizer):
                 state["alpha"] = 0.9 * state["alpha"] + 0.1 * target
             weight = torch.tensor([state["alpha"]])
             shaped = polar_share(update[None], weight, SCHEDULE, TAU, True)[0]
-        for name in arm.back if arm.back_where == "all" or seen is not None else "":
+        where = {"all": True, "seen": seen is not None, "unseen": seen is None}[arm.back_where]
+        for name in arm.back if where else "":
             shaped = apply_side(state[name + "back"], shaped, name)
         return shaped
 

@@ -1,7 +1,7 @@
 """What is an observation good for? Every arm of `examples/research.py` against observing nothing.
 
     python -m examples.bench.observation_arms run screen      four tasks at half their steps, two rates
-    python -m examples.bench.observation_arms run final       eight tasks, own best of three rates
+    python -m examples.bench.observation_arms run final       eight tasks, own best of two rates
     python -m examples.bench.observation_arms run attached    the library, `attach_model` or not
     python -m examples.bench.observation_arms report [screen|final|attached]
 
@@ -68,6 +68,7 @@ ARMS: dict[str, Arm] = {
     "RL back L 3/8": Arm("RL", back="L", back_power=-0.375),
     "RL back L seen": Arm("RL", back="L", back_where="seen"),
     "back own L seen": Arm(back="L", back_where="seen"),
+    "back own L tables": Arm(back="L", back_where="unseen"),
     "RL back R": Arm("RL", back="R"),
     "RL back L": Arm("RL", back="L"),
     "back R 1/8": Arm("R", back="R", back_power=-0.125),
@@ -79,7 +80,8 @@ SCREEN = ("gpt_char", "operator_1d", "vit_digits", "mlp_digits")
 SCREEN_RATES, SCREEN_SHARE = (1e-2, 3e-3), 0.5
 TASKS = ("gpt_char", "gpt_bpe", "context_lm", "lstm_char", "vit_digits", "resnet_mnist", "mlp_digits",
          "operator_1d")  # fmt: skip
-RATES, SEEDS = (1e-3, 3e-3, 1e-2), {"gpt_bpe": 3, "context_lm": 3}
+RATES = (3e-3, 1e-2)
+SEEDS = {"mlp_digits": 5, "vit_digits": 5, "operator_1d": 5}  # 3 for the others
 
 
 def maker(arm: Arm) -> Callable[..., Bundle]:
@@ -121,9 +123,10 @@ for _name, _make in ATTACHED.items():
     PEERS[_name] = Peer(_name, 1e-3, _make, "", options=_name)
 
 
+FINAL = ["nothing", "back own L", "L back L", "back own L tables"]
 STAGES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "screen": (list(ARMS), SCREEN),
-    "final": (list(ARMS), TASKS),
+    "final": (FINAL, TASKS),
     "attached": (list(ATTACHED), ("gpt_char", "vit_digits", "ripple")),
 }
 
@@ -153,7 +156,7 @@ def configs(store: Store, stage: str, task: str, arm: str) -> list[Config]:
     if stage == "screen":
         return [Config(task, arm, r, s, SCREEN_SHARE) for s in TUNING for r in SCREEN_RATES]
     rate = 3e-3 if stage == "attached" else best_rate(store, task, arm)
-    seeds = 3 if stage == "attached" else SEEDS.get(task, 5)
+    seeds = 3 if stage == "attached" else SEEDS.get(task, 3)
     return [Config(task, arm, rate, seed) for seed in range(seeds)] if rate else []
 
 
@@ -199,7 +202,13 @@ def main() -> None:
     parser.add_argument("stage", choices=tuple(STAGES))
     parser.add_argument("--arms", nargs="+", help="beside the one that observes nothing; all")
     parser.add_argument("--tasks", nargs="+")
+    parser.add_argument("--seeds", nargs="+", type=int, default=TUNING, help="of the screen")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=SCREEN_RATES, help="of the screen"
+    )
     options = parser.parse_args()
+    global TUNING, SCREEN_RATES
+    TUNING, SCREEN_RATES = tuple(options.seeds), tuple(options.rates)
     arms, tasks = STAGES[options.stage]
     if options.arms:
         arms = [arms[0], *options.arms]
