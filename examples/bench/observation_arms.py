@@ -195,6 +195,7 @@ def report(store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str]) 
 
 
 def main() -> None:
+    global TUNING, SCREEN_RATES
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -207,7 +208,6 @@ def main() -> None:
         "--rates", nargs="+", type=float, default=SCREEN_RATES, help="of the screen"
     )
     options = parser.parse_args()
-    global TUNING, SCREEN_RATES
     TUNING, SCREEN_RATES = tuple(options.seeds), tuple(options.rates)
     arms, tasks = STAGES[options.stage]
     if options.arms:
