@@ -5,9 +5,9 @@
     python -m examples.bench.observation_arms run attached    the library, `attach_model` or not
     python -m examples.bench.observation_arms report [screen|final|attached]
 
-Runs are kept in runs/observation_arms.jsonl and not repeated. Arms of a seed share initialisation and
+Runs are kept in runs/observation_arms.jsonl and not repeated; docs/data has those of the page. Arms of a seed share initialisation and
 batches, so differences are paired: log(loss of the arm / loss without observation) in percent, mean and 95 %
-t-interval over seeds (of the screen: over seeds and rates).
+t-interval over seeds (of the screen: over seeds and rates), and how many pairs there are.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def report(store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str]) 
                 cells.append(f"{statistics.mean(x for x, _ in pairs):.4g}")
             else:
                 mean, half = interval([math.log(x / y) for x, y in pairs])
-                cells.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
+                width = f" ± {100 * half:.1f}" if len(pairs) > 1 else ""
+                cells.append(f"{100 * mean:+.1f}{width} ({len(pairs)})")
         print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
 
 
