@@ -5,9 +5,10 @@
     python -m examples.bench.observation_arms run attached    the library, `attach_model` or not
     python -m examples.bench.observation_arms report [screen|final|attached]
 
-Runs are kept in runs/observation_arms.jsonl and not repeated; docs/data has those of the page. Arms of a seed share initialisation and
-batches, so differences are paired: log(loss of the arm / loss without observation) in percent, mean and 95 %
-t-interval over seeds (of the screen: over seeds and rates), and how many pairs there are.
+Runs are kept in runs/observation_arms.jsonl and not repeated (docs/data has those of docs/observation.md).
+Arms of a seed share initialisation and batches, so differences are paired: log(loss of the arm / loss without
+observation) in percent, mean and 95 % t-interval over seeds (of the screen: over seeds and rates), and how
+many pairs there are.
 """
 
 from __future__ import annotations
