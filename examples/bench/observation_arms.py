@@ -2,7 +2,7 @@
 
     python -m examples.bench.observation_arms run screen      four tasks at half their steps, two rates
     python -m examples.bench.observation_arms run final       eight tasks, own best of two rates
-    python -m examples.bench.observation_arms run attached    the library, `attach_model` or not
+    python -m examples.bench.observation_arms run attached    the library, `attach_model` or not, at half the steps
     python -m examples.bench.observation_arms report [screen|final|attached]
 
 Runs are kept in runs/observation_arms.jsonl and not repeated (docs/data has those of docs/observation.md).
@@ -124,7 +124,7 @@ for _name, _make in ATTACHED.items():
     PEERS[_name] = Peer(_name, 1e-3, _make, "", options=_name)
 
 
-FINAL = ["nothing", "back own L", "L back L", "back own L tables"]
+FINAL = ["nothing", "back own L", "L back L"]
 STAGES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "screen": (list(ARMS), SCREEN),
     "final": (FINAL, TASKS),
@@ -156,9 +156,10 @@ def configs(store: Store, stage: str, task: str, arm: str) -> list[Config]:
     """What is compared with the same list of another arm, entry by entry."""
     if stage == "screen":
         return [Config(task, arm, r, s, SCREEN_SHARE) for s in TUNING for r in SCREEN_RATES]
-    rate = 3e-3 if stage == "attached" else best_rate(store, task, arm)
-    seeds = 3 if stage == "attached" else SEEDS.get(task, 3)
-    return [Config(task, arm, rate, seed) for seed in range(seeds)] if rate else []
+    if stage == "attached":
+        return [Config(task, arm, 3e-3, seed, SCREEN_SHARE) for seed in range(3)]
+    rate = best_rate(store, task, arm)
+    return [Config(task, arm, rate, s) for s in range(SEEDS.get(task, 3))] if rate else []
 
 
 def run(store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str]) -> None:
