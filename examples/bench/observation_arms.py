@@ -2,7 +2,7 @@
 
     python -m examples.bench.observation_arms run screen      four tasks at half their steps, two rates
     python -m examples.bench.observation_arms run final       eight tasks, own best of two rates
-    python -m examples.bench.observation_arms run attached    the library, `attach_model` or not, at half the steps
+    python -m examples.bench.observation_arms run attached    the library, attached or not
     python -m examples.bench.observation_arms report [screen|final|attached]
 
 Runs are kept in runs/observation_arms.jsonl and not repeated (docs/data has those of docs/observation.md).
