@@ -76,7 +76,7 @@ ARMS: dict[str, Arm] = {
     "outputs": Arm(cap="outputs"),
     "trim 4": Arm(trim=4.0),
 }
-TUNING = (100, 101)
+TUNING = (100, 101, 0)
 SCREEN = ("gpt_char", "operator_1d", "vit_digits", "mlp_digits")
 SCREEN_RATES, SCREEN_SHARE = (1e-2, 3e-3), 0.5
 TASKS = ("gpt_char", "gpt_bpe", "context_lm", "lstm_char", "vit_digits", "resnet_mnist", "mlp_digits",
@@ -194,7 +194,8 @@ def report(store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str]) 
                 mean, half = interval([math.log(x / y) for x, y in pairs])
                 width = f" ± {100 * half:.1f}" if len(pairs) > 1 else ""
                 cells.append(f"{100 * mean:+.1f}{width} ({len(pairs)})")
-        print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
+        if any(cells):
+            print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
