@@ -23,10 +23,19 @@ from rpt.observers.patches import sampled_cotangents, sampled_patches
 from rpt.observers.rank import entropy_rank
 from torch import Tensor, nn
 
-from rpt.length import next_energy, noise_ratio, relative_limit, rescale, signal, step_rms
-from rpt.polar import polar_schedule, polar_share
-from rpt.roots.decompose import inverse_root
-from rpt.transport import carry, certificate, live_frame, store_frame
+from rpt.roots.eigh import inverse_root
+from rpt.rule.length import (
+    next_energy,
+    noise_ratio,
+    relative_limit,
+    rescale,
+    signal,
+    step_rms,
+    tempered,
+)
+from rpt.rule.polar import polar_schedule, polar_share
+from rpt.rule.scalars import numbers_of
+from rpt.rule.transport import carry, certificate, live_frame, store_frame
 
 __all__ = ["Arm", "ResearchTransport"]
 
@@ -34,6 +43,7 @@ BETA1, BETA2, TAU, KAPPA, CAP, RIDGE = 0.9, 0.95, 1e-7, 1.2, 0.07, 1e-4
 STALENESS = 10  # roots are made anew every 10 steps, earlier ones sooner
 LONGEST = 320  # a longer side gets a diagonal, as in the library's "auto" roots
 SCHEDULE = polar_schedule("tight", 3)
+NUMBERS = numbers_of(torch.float32, True)
 
 
 @dataclass(frozen=True)
@@ -160,18 +170,19 @@ class ResearchTransport(torch.optim.Optimizer):
             request = gradient / (state["v"] / (1 - BETA2**t)).sqrt().clamp_min(1e-30)
         request = request.reshape(1, -1)
         held = np.full((1, 1), t > 1)
-        frame = live_frame(request, state["frame"], held, TAU, True)
+        frame = live_frame(request, state["frame"], held, TAU, NUMBERS)
         correction = np.full((1, 1), 1 - BETA1**t, np.float32)
         options: dict[str, Any] = {"beta1": BETA1, "correction": correction, "transport_eps": TAU}
+        options["numbers"] = NUMBERS
         carried = carry(state["momentum"], state["frame"], request, frame, **options)
-        store_frame(state["frame"], request, frame)
+        store_frame(state["frame"], request, frame, NUMBERS)
         update = carried.update
         if is_matrix:
             update = self._shape(p, update.view_as(gradient), seen, scale).reshape(1, -1)
-        update, size, _ = certificate(update, gradient.reshape(1, -1), True)
-        state["energy"] = next_energy(state["energy"], frame.length, BETA1, correction)
+        update, size, _ = certificate(update, gradient.reshape(1, -1), NUMBERS)
+        state["energy"] = next_energy(state["energy"], frame.length, BETA1, correction, NUMBERS)
         momentum = carried.momentum.norm().reshape(1, 1).numpy()
-        s = signal(momentum, state["energy"], BETA1, correction)
+        s = signal(momentum, state["energy"], BETA1, correction, NUMBERS)
         if seen is not None and watch is not None and arm.length != "time":
             share = float((1 - seen.noise / watch.raw[p].square()).clamp(0, 1))
             own = (1 + share * (noise_ratio(BETA1, correction) ** -2 - 1)) ** 0.5
@@ -181,7 +192,11 @@ class ResearchTransport(torch.optim.Optimizer):
             ]
         limit = None
         if is_matrix and rate:
-            limit = relative_limit(p.norm().reshape(1), [p], CAP, rate).numpy()[:, None]
+            norms, entries, fan_in = (
+                np.full((1, 1), float(x), np.float32)
+                for x in (p.norm(), p.numel(), p.numel() // len(p))
+            )
+            limit = relative_limit(norms, entries, fan_in, CAP, rate, NUMBERS)
             if seen is not None and arm.cap == "outputs":
                 weights, length = p.reshape(gradient.shape), update.norm().clamp_min(1e-30)
                 own_rms = (seen.x @ weights.mT).square().mean().sqrt()
@@ -189,8 +204,9 @@ class ResearchTransport(torch.optim.Optimizer):
                 moved = (seen.x @ update.view_as(gradient).mT).square().mean().sqrt()
                 per_rms = moved / (length * p.numel() ** -0.5)
                 limit[:] = float(CAP * torch.maximum(own_rms, floor) / (rate * per_rms))
-        target = step_rms(KAPPA, s, size / p.numel() ** 0.5, limit)
-        update = rescale(update, size, target, np.full((1, 1), float(p.numel())))
+            limit = tempered(limit, s, NUMBERS)
+        target = step_rms(KAPPA, s, size / p.numel() ** 0.5, limit, NUMBERS)
+        update = rescale(update, size, target, np.full((1, 1), float(p.numel())), NUMBERS)
         p.mul_(1 - rate * decay).sub_(update.view_as(p), alpha=rate)
 
     def _request(self, state: dict[str, Any], gradient: Tensor, seen: Seen | None) -> Tensor:
@@ -237,8 +253,8 @@ class ResearchTransport(torch.optim.Optimizer):
                 ):
                     target = 1.0 - rank
                 state["alpha"] = 0.9 * state["alpha"] + 0.1 * target
-            weight = torch.tensor([state["alpha"]])
-            shaped = polar_share(update[None], weight, SCHEDULE, TAU, True)[0]
+            weight = np.full((1, 1), state["alpha"], np.float32)
+            shaped = polar_share(update[None], weight, SCHEDULE, TAU, NUMBERS)[0]
         where = {"all": True, "seen": seen is not None, "unseen": seen is None}[arm.back_where]
         for name in arm.back if where else "":
             shaped = apply_side(state[name + "back"], shaped, name)
