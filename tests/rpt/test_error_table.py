@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import rpt
 from rpt import observers
@@ -23,6 +24,14 @@ def spoken():
                     yield node.value
 
 
+def composed():
+    """What is put together from a table of ranges, as it is said."""
+    for options in ({"lr": -1.0}, {"eps": -1.0}):
+        with pytest.raises(ValueError) as caught:
+            rpt.ResidualPolarTransport([torch.nn.Parameter(torch.ones(2))], **options)
+        yield str(caught.value)
+
+
 def quoted():
     for line in TABLE.read_text().splitlines():
         if line.startswith("| `"):
@@ -31,7 +40,7 @@ def quoted():
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the documentation is not beside the tests")
 def test_the_table_quotes_messages_that_exist():
-    texts = [*spoken(), "must be at least"]
+    texts = [*spoken(), *composed()]
     missing = [q for q in quoted() if not any(q in text for text in texts)]
     assert missing == []
     assert len(list(quoted())) > 30
