@@ -257,7 +257,9 @@ def _vector_request(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> T
     numbers, first = rows.numbers, rows.matrices
     lengths = numbers.read(torch.linalg.vector_norm(gradient, dim=-1, keepdim=True))
     mean = rows.values["second_moment"]
-    mean += (lengths * lengths / rows.sizes[first:] - mean) * (1.0 - rule.beta2)
+    # Not mean + (new - mean)(1-β2): at β2 = 0 rounding leaves nothing of a new value far below the old.
+    mean *= rule.beta2
+    mean += lengths * lengths / rows.sizes[first:] * (1.0 - rule.beta2)
     scale = (mean / facts.correction2[first:]) ** 0.5
     if rule.eps:
         scale = scale + _floor(facts.units[first:], rule.eps, numbers)

@@ -782,3 +782,17 @@ def test_a_gradient_that_all_but_vanishes_leaves_weights_finite(shape, capturabl
         weight.grad = gradient.detach() * (1.0 if t < 20 else 1e-7)
         optimizer.step()
     assert weight.isfinite().all()
+
+
+def test_a_vector_forgets_at_once_where_beta2_is_zero():
+    """A gradient far below the one before it was lost in rounding, and the weight became NaN."""
+    p = nn.Parameter(torch.zeros(()))
+    optimizer = ResidualPolarTransport([p], lr=1e-2, preset="paper", weight_decay=0.0)
+    for size in (1e18, 1.0, 1e12):
+        p.grad = torch.tensor(size)
+        optimizer.step()
+    before = p.item()
+    optimizer.param_groups[0]["betas"] = (0.5, 0.0)
+    p.grad = torch.tensor(8e11)
+    optimizer.step()
+    assert 0 < before - p.item() <= 0.03
