@@ -190,8 +190,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("thin_as_vector", True, False, _flag,
            "whether a matrix of one row or one column is stepped as a vector."),
     Option("max_relative_step", 0.07, None, _number(above=True, optional=True),
-           "the largest share of its own root mean square by which one step may change a matrix, None "
-           "for no bound."),
+           "the largest share of its own root mean square by which one step may change a matrix, less "
+           "where requests oppose each other; None for no bound."),
     # At weight 0 the battery's GPT ends 23 % higher, operator_1d at twice the loss.
     Option("polar_prior", 1.0, 0.0, _number(0.0, 1.0, closed=True),
            "polar weight of a matrix that no observation has reached."),
