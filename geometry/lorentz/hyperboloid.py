@@ -23,8 +23,6 @@ from .ops.maps import exp_map, exp_map_origin, log_map, log_map_origin, parallel
 from .ops.point import Point, PointLike
 from .optim.manifold import LorentzManifold, LorentzParameter, pack
 
-__all__ = ["Lorentz"]
-
 
 class Lorentz(nn.Module):
     """The hyperboloid ⟨x, x⟩ = −x₀² + x₁² + … = −k of curvature −1/k, with the names and the ambient
@@ -188,7 +186,6 @@ class Lorentz(nn.Module):
         return []
 
     def extra_repr(self) -> str:
-        """k."""
         return f"k={float(self.k.detach()):g}"
 
 

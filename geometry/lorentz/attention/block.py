@@ -12,7 +12,7 @@ percent at radius 8). Elsewhere, and for float64 points, they come from differen
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +20,6 @@ from torch import Tensor
 from ..ops.distance import half_squared_differences, mean_row
 from ..ops.scalar import norm_and_direction
 from .scores import ScoreCoordinates
-
-__all__ = [
-    "Bias",
-    "BlockGradients",
-    "BlockScores",
-    "Range",
-    "RowSums",
-    "Upstream",
-    "Values",
-    "biased_scores",
-    "block_gradients",
-    "block_scores",
-    "block_sums",
-    "causal_bias",
-    "deficit_share",
-    "finish_sums",
-    "part_of",
-    "partial_sums",
-    "ranges",
-    "unit_rows",
-]
-
 
 # Below it D/sinh D is 1 to the last bit; it keeps the quotient defined at c = 0.
 _TINY = 1e-30
@@ -77,14 +55,14 @@ class Values(NamedTuple):
             columns = [unit, column + fall, fall, one.double()]
         return cls(sinh, falling, u, middle, torch.cat(columns, -1))
 
-    def part(self, start: int, stop: int) -> Values:
-        """The keys from `start` to `stop`."""
+    def part(self, keys: slice) -> Values:
+        """Some of the keys."""
         return Values(
-            self.sinh[..., start:stop],
-            self.falling[..., start:stop],
-            self.u[..., start:stop, :],
+            self.sinh[..., keys],
+            self.falling[..., keys],
+            self.u[..., keys, :],
             self.middle,
-            self.columns[..., start:stop, :],
+            self.columns[..., keys, :],
         )
 
 
@@ -115,8 +93,7 @@ class Upstream(NamedTuple):
 
     @classmethod
     def of(cls, by_sum: Tensor, by_deficit: Tensor, sums: RowSums) -> Upstream:
-        """Σ_j P_ij ∂P_ij is ∂V·V + ∂F F. Of ∂P little is left when it is subtracted: V and F must be
-        as exact as ∂P itself."""
+        """Σ_j P_ij ∂P_ij is ∂V·V + ∂F F, from which ∂P is subtracted: V and F must be as exact."""
         total = (by_sum * sums.space).sum(-1) + by_deficit * sums.deficit
         mean = total / torch.where(sums.mass > 0, sums.mass, 1.0)
         return cls(by_sum, by_deficit, unit_rows(sums.space), mean)
@@ -191,42 +168,21 @@ def _terms(direction: Tensor, value: Values) -> Tensor:
     return terms.mul_(value.sinh.unsqueeze(-2)).add_(value.falling.unsqueeze(-2))
 
 
-def partial_sums(p: Tensor, value: Values) -> Tensor:
-    """What adds up over key blocks: V − m Σ P sinh a, Σ P sinh a and Σ P, from differences; where
-    products are taken V, T, E and Σ P, in float64.
-    """
-    return p.to(value.columns.dtype) @ value.columns
-
-
-def finish_sums(sums: Tensor, value: Values) -> tuple[RowSums, bool]:
-    """From sums over all key blocks; and whether F, here 0, takes another sweep with û known:
-    `deficit_share`.
-
-    As a product: F = T − ‖V‖ in float64.
-    """
-    n = value.u.shape[-1]
+def block_sums(p: Tensor, value: Values) -> RowSums:
+    """The sums of rows of weights P over all their keys (…, N, M)."""
+    sums, n = p.to(value.columns.dtype) @ value.columns, value.u.shape[-1]
     mass = _wide(sums[..., -1])
     if not _by_product(value.u):
         space = _wide(sums[..., n : n + 1]) * _wide(value.middle) + _wide(sums[..., :n])
-        return RowSums(space, torch.zeros_like(mass), mass), True
+        terms = _terms(unit_rows(space).to(p.dtype), value)
+        return RowSums(space, _wide((p * terms).sum(-1)), mass)
     space = sums[..., :n]
     deficit = sums[..., n] - torch.linalg.vector_norm(space, dim=-1)
     # F is no less than E, a sum without a difference.
-    return RowSums(space, torch.maximum(deficit, sums[..., n + 1]), mass), False
+    return RowSums(space, torch.maximum(deficit, sums[..., n + 1]), mass)
 
 
-def deficit_share(p: Tensor, space: Tensor, value: Values) -> Tensor:
-    """One key block's share of F (…, N), wide, from differences."""
-    return _wide((p * _terms(unit_rows(space).to(p.dtype), value)).sum(-1))
-
-
-def block_sums(p: Tensor, value: Values) -> RowSums:
-    """The sums of rows of weights P over all their keys (…, N, M)."""
-    sums, unfinished = finish_sums(partial_sums(p, value), value)
-    return sums._replace(deficit=deficit_share(p, sums.space, value)) if unfinished else sums
-
-
-def by_weights(upstream: Upstream, value: Values) -> Tensor:
+def _by_weights(upstream: Upstream, value: Values) -> Tensor:
     """∂P_ij = ∂V_i · sinh(a_j) u_j + ∂F_i f_ij of the loss, (…, N, M); float64 as a product."""
     by_deficit = upstream.by_deficit.unsqueeze(-1)
     if not _by_product(value.u):
@@ -274,7 +230,7 @@ def block_gradients(
     û counts as constant in F, which is exact: F is stationary in it.
     """
     n = value.u.shape[-1]
-    by_p = by_weights(upstream, value)
+    by_p = _by_weights(upstream, value)
     centre = _wide(mean_row(value.u))
     off = (upstream.direction - centre).to(by_p.dtype)
     by_sum, by_deficit = upstream.by_sum, upstream.by_deficit.unsqueeze(-1)
@@ -307,38 +263,31 @@ def block_gradients(
     )
 
 
-Range: TypeAlias = tuple[int, int]
-
-
 class Bias(NamedTuple):
     """What is added to the scores: a tensor that broadcasts to (…, N, M), and causality."""
 
     tensor: Tensor | None
     causal_offset: int | None
 
-    def add_to(self, score: Tensor, rows: Range, columns: Range) -> Tensor:
-        """Scores of a block with its bias."""
+    def add_to(self, score: Tensor, first: int = 0) -> Tensor:
+        """Scores of some rows, from `first` on, and of the keys from 0 on, with their bias."""
+        rows, keys = score.shape[-2:]
         if self.tensor is not None:
             part = self.tensor
             if part.shape[-2] > 1:
-                part = part[..., rows[0] : rows[1], :]
+                part = part[..., first : first + rows, :]
             if part.shape[-1] > 1:
-                part = part[..., columns[0] : columns[1]]
+                part = part[..., :keys]
             score = score + part
-        if self.causal_offset is not None and columns[1] - 1 > rows[0] + self.causal_offset:
-            score = score + causal_bias(
-                rows[1] - rows[0],
-                columns[1] - columns[0],
-                score,
-                rows[0] + self.causal_offset - columns[0],
-            )
+        if self.causal_offset is not None and keys - 1 > first + self.causal_offset:
+            score = score + causal_bias(rows, keys, score, first + self.causal_offset)
         return score
 
-    def keys_of(self, rows: Range, keys: int) -> int:
-        """How many of the keys some query of these rows may see: the others are skipped."""
+    def keys_of(self, stop: int, keys: int) -> int:
+        """How many of the keys some query before row `stop` may see: the others are skipped."""
         if self.causal_offset is None:
             return keys
-        return min(keys, max(0, rows[1] + self.causal_offset))
+        return min(keys, max(0, stop + self.causal_offset))
 
 
 def causal_bias(rows: int, columns: int, like: Tensor, offset: int) -> Tensor:
@@ -347,22 +296,3 @@ def causal_bias(rows: int, columns: int, like: Tensor, offset: int) -> Tensor:
     return torch.zeros(rows, columns, dtype=like.dtype, device=like.device).masked_fill_(
         later, -torch.inf
     )
-
-
-def ranges(length: int, size: int) -> list[Range]:
-    """Blocks of at most `size` that cover `length`; one empty block where that is 0."""
-    return [(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
-
-
-def part_of(x: ScoreCoordinates, part: Range) -> ScoreCoordinates:
-    start, stop = part
-    return ScoreCoordinates(
-        x.level[..., start:stop], x.scale[..., start:stop], x.vector[..., start:stop, :]
-    )
-
-
-def biased_scores(
-    scores: BlockScores, gain: Tensor, bias: Bias, rows: Range, columns: Range
-) -> Tensor:
-    """−g D² + bias of one block."""
-    return bias.add_to(scores.squared * -gain, rows, columns)

@@ -1,9 +1,8 @@
 """Polar attention in memory linear in the number of tokens, with a closed-form backward.
 
-The two sums of `block` are all that is kept of a row of scores: V first, which gives û, then F. The
-backward recomputes each block. No tensor of (N, M) or (N, M, n) is stored, and none of (N, M, n) is
-ever formed. A short sequence is one block, and keeps its (N, M) intermediates for the backward
-instead.
+The two sums of `block` are all that is kept of a row of scores, and the backward recomputes each
+block: no (N, M) tensor is stored, and no (N, M, n) one is ever formed. A short sequence is one block,
+and keeps its (N, M) intermediates for the backward instead.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from .block import (
     RowSums,
     Upstream,
     Values,
-    biased_scores,
     block_gradients,
     block_scores,
     block_sums,
@@ -31,15 +29,13 @@ from .block import (
 from .scores import ScoreCoordinates, attention_limit
 from .sweeps import blocked_gradients, blocked_sums
 
-__all__ = ["blocked_attention", "fused_attention"]
-
 # Up to 128 × 128 scores per head are kept rather than recomputed.
 _SMALL = 128 * 128
 
 
-def _weights(scores: BlockScores, gain: Tensor, bias: Bias, n: int, m: int) -> Tensor:
+def _weights(scores: BlockScores, gain: Tensor, bias: Bias) -> Tensor:
     """P of a whole sequence (…, N, M): zeros where every key is excluded."""
-    score = biased_scores(scores, gain, bias, (0, n), (0, m))
+    score = bias.add_to(scores.squared * -gain)
     p = torch.softmax(score, -1)
     if bias.tensor is not None or (bias.causal_offset is not None and bias.causal_offset < 0):
         p = torch.where((score > -torch.inf).any(-1, keepdim=True), p, 0.0)
@@ -56,19 +52,17 @@ class _AttentionSums(torch.autograd.Function):
         bias: Tensor | None,
         causal_offset: int | None,
         row_block: int,
-        key_block: int,
+        block_size: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         query, key = ScoreCoordinates(*tensors[0:3]), ScoreCoordinates(*tensors[3:6])
-        n, m = query.level.shape[-1], key.level.shape[-1]
-        ctx.options = causal_offset, row_block, key_block
-        ctx.small = n * m <= min(_SMALL, row_block * key_block)
+        ctx.options = causal_offset, row_block, block_size
+        ctx.small = query.level.shape[-1] * key.level.shape[-1] <= min(_SMALL, block_size)
         if ctx.small:
             value, added = Values.of(*tensors[6:8]), Bias(bias, causal_offset)
             scores = block_scores(query, key)
-            p = _weights(scores, tensors[8], added, n, m)
-            sums = block_sums(p, value)
-            kept = [*scores, p]
+            p = _weights(scores, tensors[8], added)
+            sums, kept = block_sums(p, value), [*scores, p]
         else:
             *rows, log_sum = blocked_sums(list(tensors), bias, *ctx.options)
             sums, kept = RowSums(*rows), [log_sum]
@@ -145,6 +139,8 @@ def blocked_attention(
 ) -> Point:
     """Centroids of the values under softmax(−gain · D² + bias), in memory linear in N and M.
 
+    Values equal `dense_attention`; second derivatives need that one.
+
     Args:
         query: score coordinates (…, N), (…, N, m), all leading dimensions alike in every argument.
         key: score coordinates (…, M), (…, M, m).
@@ -153,11 +149,20 @@ def blocked_attention(
         bias: broadcasts to (…, N, M), added to the scores; −inf excludes a key. No gradient.
         is_causal: query i sees keys up to i + M − N; blocks of keys that no query sees are skipped.
         row_block: queries per block.
-        key_block: keys per block.
+        key_block: with more keys than these, blocks have fewer queries (8 at least).
 
     Returns:
-        Points (…, N), (…, N, n); the origin where every key is excluded. Values equal
-        `dense_attention`; second derivatives need that one.
+        Points (…, N), (…, N, n); the origin where every key is excluded.
+
+    Raises:
+        ValueError: the gain has another shape, or the bias wants a gradient.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(2, 7, 3))
+        >>> coordinates = lorentz.polar_score_coordinates(x)
+        >>> lorentz.blocked_attention(coordinates, coordinates, x, torch.tensor(0.5)).u.shape
+        torch.Size([2, 7, 3])
     """
     ((a, u),) = promote(value)
     a = limit_radius(a, attention_limit(a.dtype))
@@ -168,13 +173,21 @@ def blocked_attention(
     offset = key.level.shape[-1] - query.level.shape[-1] if is_causal else None
     with without_autocast(u.device.type):
         space_sum, deficit = _AttentionSums.apply(
-            bias, offset, row_block, key_block, *query, *key, a, u, gain.to(u.dtype)
+            bias, offset, row_block, row_block * key_block, *query, *key, a, u, gain.to(u.dtype)
         )
     return point_from_sums(space_sum, deficit)
 
 
 def fused_attention(*arguments: Any, **options: Any) -> Point:
-    """Deprecated name of `blocked_attention`."""
+    """Deprecated name of `blocked_attention`: the same arguments, points and errors, with a warning.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.zeros(2, 7, 3))
+        >>> coordinates = lorentz.polar_score_coordinates(x)
+        >>> lorentz.fused_attention(coordinates, coordinates, x, torch.tensor(0.5)).a.shape
+        torch.Size([2, 7])
+    """
     warnings.warn(
         "fused_attention is now called blocked_attention, which is what it is",
         DeprecationWarning,

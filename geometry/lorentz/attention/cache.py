@@ -11,8 +11,6 @@ from ...masks import additive_mask
 from ..ops.point import Point
 from .scores import ScoreCoordinates
 
-__all__ = ["CachedTokens", "PolarCache"]
-
 
 class CachedTokens(NamedTuple):
     """Encoded tokens of one attention layer, M of them.

@@ -22,8 +22,6 @@ from .cache import CachedTokens, PolarCache
 from .position import BoostEncoding, HorosphericalEncoding
 from .scores import ScoreCoordinates, attention_weights, polar_score_coordinates, weighted_values
 
-__all__ = ["HeadGain", "PolarMultiheadAttention"]
-
 
 class HeadGain(nn.Module):
     """Splits into heads and moves each head's ln sinh a by a learned gain.
@@ -54,7 +52,6 @@ class HeadGain(nn.Module):
             self.calibrated.fill_(True)
 
     def extra_repr(self) -> str:
-        """The number of heads."""
         return f"num_heads={self.num_heads}"
 
 

@@ -11,11 +11,6 @@ from ..ops.horosphere import horospherical_shift, to_half_space
 from ..ops.point import PointLike, promote
 from .scores import ScoreCoordinates, half_space_score, polar_score_coordinates
 
-__all__ = [
-    "BoostEncoding",
-    "HorosphericalEncoding",
-]
-
 
 class _PositionEncoding(nn.Module):
     """Positions, rates per head, and the step of each head at each token."""
@@ -146,7 +141,6 @@ class HorosphericalEncoding(_PositionEncoding):
         return _shifted(to_half_space((a, u)), steps, 0)
 
     def extra_repr(self) -> str:
-        """The grid and the scheme."""
         return f"num_heads={self.num_heads}, positions={self.sizes}, scheme={self.scheme!r}"
 
 

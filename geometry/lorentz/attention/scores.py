@@ -18,18 +18,6 @@ from ..ops.distance import pair_angular
 from ..ops.point import Point, PointLike, promote
 from ..ops.scalar import limit_radius, squared_arcosh1p
 
-__all__ = [
-    "ScoreCoordinates",
-    "attention_limit",
-    "attention_weights",
-    "dense_attention",
-    "half_space_score",
-    "masked_softmax",
-    "pairwise_c",
-    "polar_score_coordinates",
-    "weighted_values",
-]
-
 
 class ScoreCoordinates(NamedTuple):
     """`level` (…, N), `scale` (…, N) and `vector` (…, N, m) of a set of points."""

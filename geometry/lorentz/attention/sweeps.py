@@ -1,107 +1,60 @@
 """Long sequences: attention sums and gradients row block by row block, opaque to the compiler.
 
-Rows are taken `row_block` at a time against all keys (or, beyond `key_block` keys, against one key
-block after another with an online softmax): memory is linear in the number of tokens. The loops
-live in two custom operators, so that `torch.compile` sees one call each instead of unrolling them.
+Rows are taken some at a time against all the keys they may see: memory is linear in the number of
+tokens. The loops live in two custom operators, so that `torch.compile` sees one call each instead
+of unrolling them.
 
 Both operators take the list of tensors (query level, scale, vector; key level, scale, vector;
-value a, u; gain).
+value a, u; gain). A block has no more than `block_size` scores per head, or 8 rows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .block import (
-    Bias,
-    Range,
-    RowSums,
-    Upstream,
-    Values,
-    biased_scores,
-    block_gradients,
-    block_scores,
-    block_sums,
-    deficit_share,
-    finish_sums,
-    part_of,
-    partial_sums,
-    ranges,
-)
+from .block import Bias, BlockScores, Upstream, Values, block_gradients, block_scores, block_sums
 from .scores import ScoreCoordinates
 
-__all__ = ["blocked_gradients", "blocked_sums"]
 
+class _Block(NamedTuple):
+    """Some query rows and the keys that some of them may see."""
 
-class _Problem(NamedTuple):
-    """One batch entry."""
-
+    rows: slice
+    keys: slice
     query: ScoreCoordinates
     key: ScoreCoordinates
     value: Values
-    gain: Tensor
-    bias: Bias
-
-    @classmethod
-    def of(cls, tensors: list[Tensor], bias: Tensor | None, causal_offset: int | None) -> _Problem:
-        return cls(
-            ScoreCoordinates(*tensors[0:3]),
-            ScoreCoordinates(*tensors[3:6]),
-            Values.of(*tensors[6:8]),
-            tensors[8],
-            Bias(bias, causal_offset),
-        )
-
-    def score(self, rows: Range, columns: Range) -> Tensor:
-        scores = block_scores(part_of(self.query, rows), part_of(self.key, columns))
-        return biased_scores(scores, self.gain, self.bias, rows, columns)
-
-    def key_ranges(self, rows: Range, key_block: int) -> list[Range]:
-        """The key blocks that some query of these rows may see."""
-        return ranges(self.bias.keys_of(rows, self.value.sinh.shape[-1]), key_block)
+    scores: BlockScores
+    biased: Tensor
 
 
-def _log_sum(problem: _Problem, rows: Range, columns: list[Range]) -> tuple[Tensor, Tensor | None]:
-    """The log of the softmax sum of some query rows (0 where no key is left), one key block at a
-    time, and the scores if there is but one."""
-    if len(columns) == 1:
-        score = problem.score(rows, columns[0])
-        log_sum = torch.logsumexp(score, -1)
-        return torch.where(log_sum > -torch.inf, log_sum, 0.0), score
-    largest = torch.full_like(part_of(problem.query, rows).level, -torch.inf)
-    total = torch.zeros_like(largest)
-    for part in columns:
-        score = problem.score(rows, part)
-        new_largest = torch.maximum(largest, score.amax(-1))
-        finite = torch.where(new_largest > -torch.inf, new_largest, 0.0)
-        total = total * torch.exp(largest - finite) + torch.exp(score - finite[..., None]).sum(-1)
-        largest = new_largest
-    reached = total > 0
-    return torch.where(reached, largest + torch.log(torch.where(reached, total, 1.0)), 0.0), None
+def _blocks(
+    tensors: list[Tensor],
+    bias: Tensor | None,
+    causal_offset: int | None,
+    row_block: int,
+    block_size: int,
+) -> Iterator[_Block]:
+    """The blocks of one batch entry; one empty block where there are no queries."""
+    value, gain, added = Values.of(*tensors[6:8]), tensors[8], Bias(bias, causal_offset)
+    n, m = tensors[0].shape[-1], tensors[3].shape[-1]
+    height = min(row_block, max(8, block_size // max(m, 1)))
+    for start in range(0, max(n, 1), height):
+        stop = min(start + height, n)
+        rows, keys = slice(start, stop), slice(0, added.keys_of(stop, m))
+        query, key = _part(tensors[:3], rows), _part(tensors[3:6], keys)
+        scores = block_scores(query, key)
+        biased = added.add_to(scores.squared * -gain, start)
+        yield _Block(rows, keys, query, key, value.part(keys), scores, biased)
 
 
-def _row_sums(problem: _Problem, rows: Range, columns: list[Range]) -> tuple[RowSums, Tensor]:
-    """The sums of some query rows, and the log of their softmax sum."""
-    log_sum, score = _log_sum(problem, rows, columns)
-    value = problem.value
-    if score is not None:
-        p = torch.exp(score.sub_(log_sum.unsqueeze(-1)))
-        return block_sums(p, value.part(*columns[0])), log_sum
-
-    def weights_of(part: Range) -> Tensor:
-        return torch.exp(problem.score(rows, part).sub_(log_sum.unsqueeze(-1)))
-
-    sums = partial_sums(weights_of(columns[0]), value.part(*columns[0]))
-    for part in columns[1:]:
-        sums += partial_sums(weights_of(part), value.part(*part))
-    found, unfinished = finish_sums(sums, value)
-    if unfinished:
-        shares = [deficit_share(weights_of(c), found.space, value.part(*c)) for c in columns]
-        found = found._replace(deficit=torch.stack(shares).sum(0))
-    return found, log_sum
+def _part(tensors: list[Tensor], tokens: slice) -> ScoreCoordinates:
+    level, scale, vector = tensors
+    return ScoreCoordinates(level[..., tokens], scale[..., tokens], vector[..., tokens, :])
 
 
 def _entries(
@@ -131,31 +84,26 @@ def blocked_sums(
     bias: Tensor | None,
     causal_offset: int | None,
     row_block: int,
-    key_block: int,
+    block_size: int,
 ) -> list[Tensor]:
-    """`RowSums` of all queries, and the log of the softmax sum (…, N)."""
+    """`RowSums` of all queries, and the log of the softmax sum (…, N), 0 where no key is left."""
+    options = causal_offset, row_block, block_size
     entries = _entries(tensors, bias)
     if entries is not None:
-        options = causal_offset, row_block, key_block
         each = [blocked_sums(*entry, *options) for entry in entries]
         return [torch.stack(parts) for parts in zip(*each, strict=True)]
-    problem = _Problem.of(tensors, bias, causal_offset)
-    rows = [
-        _row_sums(problem, part, problem.key_ranges(part, key_block))
-        for part in ranges(tensors[0].shape[-1], row_block)
-    ]
-    space, *flat = zip(*((*sums, log_sum) for sums, log_sum in rows), strict=True)
+    found = []
+    for block in _blocks(tensors, bias, *options):
+        log_sum = torch.logsumexp(block.biased, -1)
+        log_sum = torch.where(log_sum > -torch.inf, log_sum, 0.0)
+        p = torch.exp(block.biased.sub_(log_sum.unsqueeze(-1)))
+        found.append((*block_sums(p, block.value), log_sum))
+    space, *flat = zip(*found, strict=True)
     return [torch.cat(space, -2), *(torch.cat(parts, -1) for parts in flat)]
 
 
 @blocked_sums.register_fake
-def _(
-    tensors: list[Tensor],
-    bias: Tensor | None,
-    causal_offset: int | None,
-    row_block: int,
-    key_block: int,
-) -> list[Tensor]:
+def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
     level, value_u = tensors[0], tensors[7]
     dtype = value_u.dtype if value_u.device.type == "mps" else torch.float64
     rows = [value_u.new_empty(level.shape, dtype=dtype) for _ in range(2)]
@@ -171,52 +119,36 @@ def blocked_gradients(
     upstream: list[Tensor],
     causal_offset: int | None,
     row_block: int,
-    key_block: int,
+    block_size: int,
 ) -> list[Tensor]:
     """Gradients by the tensors of the list, the last by gain per batch entry and head, summed over
     blocks that are recomputed; with the meaning of `BlockGradients`."""
+    options = causal_offset, row_block, block_size
     entries = _entries(tensors, bias)
     if entries is not None:
-        options = causal_offset, row_block, key_block
         each = [
             blocked_gradients(*entry, log_sum[i], [t[i] for t in upstream], *options)
             for i, entry in enumerate(entries)
         ]
         return [torch.stack(parts) for parts in zip(*each, strict=True)]
-    problem = _Problem.of(tensors, bias, causal_offset)
     totals = [torch.zeros_like(t) for t in tensors[:8]]
     gain_total = torch.zeros_like(log_sum[..., 0])
-    for rows in ranges(tensors[0].shape[-1], row_block):
-        some = slice(*rows)
-        part = part_of(problem.query, rows)
+    by_sum, by_deficit, direction, mean = upstream
+    for block in _blocks(tensors, bias, *options):
+        rows = block.rows
         up = Upstream(
-            upstream[0][..., some, :],
-            upstream[1][..., some],
-            upstream[2][..., some, :],
-            upstream[3][..., some],
+            by_sum[..., rows, :], by_deficit[..., rows], direction[..., rows, :], mean[..., rows]
         )
-        for keys in problem.key_ranges(rows, key_block):
-            some_keys, values = part_of(problem.key, keys), problem.value.part(*keys)
-            scores = block_scores(part, some_keys)
-            score = biased_scores(scores, problem.gain, problem.bias, rows, keys)
-            p = torch.exp(score.sub_(log_sum[..., some].unsqueeze(-1)))
-            g = block_gradients(part, some_keys, values, scores, p, up)
-            _add(totals[:3], g.query, some)
-            _add(totals[3:], (*g.key, g.a, g.u), slice(*keys))
-            gain_total = gain_total + g.gain
+        p = torch.exp(block.biased.sub_(log_sum[..., rows].unsqueeze(-1)))
+        g = block_gradients(block.query, block.key, block.value, block.scores, p, up)
+        _add(totals[:3], g.query, rows)
+        _add(totals[3:], (*g.key, g.a, g.u), block.keys)
+        gain_total = gain_total + g.gain
     return [*totals, gain_total]
 
 
 @blocked_gradients.register_fake
-def _(
-    tensors: list[Tensor],
-    bias: Tensor | None,
-    log_sum: Tensor,
-    upstream: list[Tensor],
-    causal_offset: int | None,
-    row_block: int,
-    key_block: int,
-) -> list[Tensor]:
+def _(tensors: list[Tensor], bias: Tensor | None, log_sum: Tensor, *_: Any) -> list[Tensor]:
     return [*(torch.empty_like(t) for t in tensors[:8]), torch.empty_like(log_sum[..., 0])]
 
 

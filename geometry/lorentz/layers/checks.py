@@ -6,8 +6,6 @@ import math
 import operator
 from typing import SupportsIndex
 
-__all__ = ["check_number", "check_sizes"]
-
 
 def check_sizes(**sizes: object) -> None:
     """Raise ValueError unless every value is a whole number of at least 1, Python's or NumPy's."""

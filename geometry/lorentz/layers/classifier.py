@@ -14,11 +14,6 @@ from ..ops.point import PointLike, promote
 from .checks import check_sizes
 from .curvature import Curvature, as_curvature_module
 
-__all__ = [
-    "LorentzMLR",
-    "TangentLinear",
-]
-
 
 class LorentzMLR(nn.Module):
     """Classification head on points: one hyperplane per class.
@@ -62,7 +57,6 @@ class LorentzMLR(nn.Module):
         return []
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return f"{self.features} → {self.num_classes} classes"
 
 

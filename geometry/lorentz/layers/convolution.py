@@ -25,15 +25,6 @@ from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .radius import anchored_log_radius
 
-__all__ = [
-    "CentroidPool2d",
-    "PolarConv2d",
-    "PolarDropout",
-    "PolarMaxPool2d",
-    "PolarReLU",
-    "SpaceActivation",
-]
-
 
 class DirectionConv2d(nn.Conv2d):
     """The kernel of a `PolarConv2d`, computed in float32 at least; what an observer sees."""
@@ -170,7 +161,6 @@ class PolarConv2d(nn.Module):
         return [self.direction]
 
     def extra_repr(self) -> str:
-        """Dimensions and the radius rule."""
         return f"{self.in_channels} → {self.out_channels}, radius={self.radius_rule!r}"
 
 

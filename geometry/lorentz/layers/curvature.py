@@ -7,11 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Curvature",
-    "as_curvature_module",
-]
-
 
 class Curvature(nn.Module):
     """k as a module, so that layers can share one: the curvature is −1/k.
@@ -43,7 +38,6 @@ class Curvature(nn.Module):
         return self.log_k.to(torch.promote_types(self.log_k.dtype, torch.float32)).exp()
 
     def extra_repr(self) -> str:
-        """The initial value, and whether it is learned."""
         return f"{self.initial}, learnable={self.log_k is not None}"
 
 

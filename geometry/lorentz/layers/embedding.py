@@ -19,13 +19,6 @@ from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .linear import PolarLinear
 
-__all__ = [
-    "LorentzEmbedding",
-    "PatchEmbedding",
-    "PositionTable",
-    "sine_cosine_table",
-]
-
 
 class LorentzEmbedding(KeepsManifold):
     """A table of points, one per token: the parameter lives on the manifold.
@@ -155,7 +148,6 @@ class LorentzEmbedding(KeepsManifold):
         return []
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return f"{self.num_embeddings}, {self.features}"
 
 

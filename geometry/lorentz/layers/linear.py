@@ -15,11 +15,6 @@ from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .radius import RadiusRule, anchored_log_radius, make_radius_rule
 
-__all__ = [
-    "PolarLinear",
-    "PolarMLP",
-]
-
 
 class DirectionMap(nn.Linear):
     """The matrix of a PolarLinear: an `nn.Linear` without bias, computed in float32 at least.
@@ -186,7 +181,6 @@ class PolarLinear(nn.Module):
         return [self.direction]
 
     def extra_repr(self) -> str:
-        """Dimensions and the radius rule."""
         return f"{self.in_features} → {self.out_features}, radius={self.radius_rule!r}"
 
 

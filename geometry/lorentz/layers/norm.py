@@ -18,14 +18,6 @@ from ..ops.point import Point, PointLike, promote
 from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 
-__all__ = [
-    "GyroLayerNorm",
-    "PolarBatchNorm2d",
-    "SpaceLayerNorm",
-    "read_tokens",
-    "token_weights",
-]
-
 
 def read_tokens(
     key_padding_mask: Tensor | None, layer: str, *points: PointLike
@@ -148,7 +140,6 @@ class GyroLayerNorm(nn.Module):
         return []
 
     def extra_repr(self) -> str:
-        """The dimension."""
         return f"{self.features}"
 
 
@@ -273,5 +264,4 @@ class PolarBatchNorm2d(nn.Module):
         return []
 
     def extra_repr(self) -> str:
-        """The dimension."""
         return f"{self.channels}"

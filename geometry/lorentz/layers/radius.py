@@ -14,14 +14,6 @@ from torch import Tensor, nn
 
 from ..ops.scalar import asinh_exp, log_sinh
 
-__all__ = [
-    "RADIUS_RULES",
-    "RadiusRule",
-    "anchored_log_radius",
-    "make_radius_rule",
-]
-
-
 RADIUS_RULES = (
     "anchored",
     "lorentz",

@@ -13,12 +13,6 @@ from ..ops.point import Point, PointLike
 from .checks import check_number
 from .norm import read_tokens, refuse_causal, token_weights
 
-__all__ = [
-    "BoostResidual",
-    "GyroResidual",
-    "SpaceResidual",
-]
-
 
 class BoostResidual(nn.Module):
     """x ↦ the boost of x along and across its own direction, by α times the block's output.
@@ -69,7 +63,6 @@ class BoostResidual(nn.Module):
         return []
 
     def extra_repr(self) -> str:
-        """Whether the radial steps are centred."""
         return f"center={self.center}"
 
 

@@ -16,10 +16,6 @@ from ..ops.coordinates import from_ambient, to_ambient
 from ..ops.point import Point
 from ..ops.scalar import asinh_exp, log_sinh
 
-__all__ = [
-    "calibrate_",
-]
-
 
 def _shift(output: Point, target: float, per_head: bool) -> tuple[Tensor, Point]:
     """What brings the mean ln sinh a to that of the target, and the output with it."""

@@ -8,14 +8,6 @@ from dataclasses import dataclass
 from ..layers.checks import check_number, check_sizes
 from ..layers.radius import RADIUS_RULES
 
-__all__ = [
-    "ABLATION",
-    "RADIUS_ABLATION",
-    "SIZES",
-    "ViTConfig",
-]
-
-
 # Polar-ViT paper, App. D.3 and D.4.
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"width": 192, "depth": 9, "num_heads": 12, "mlp_width": 384},

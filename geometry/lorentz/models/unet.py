@@ -15,14 +15,6 @@ from ..layers.norm import PolarBatchNorm2d
 from ..ops.maps import exp_map_origin, log_map_origin
 from ..ops.space import channels_first, channels_last, concatenate, max_pool2d, upsample2x
 
-__all__ = [
-    "PolarUNet",
-    "PolarUNetStage",
-    "UNetLayers",
-    "dice_score",
-    "segmentation_loss",
-]
-
 
 class UNetLayers:
     """The layers and operations of a U-Net on polar points; `AmbientUNetLayers` has the same."""

@@ -28,14 +28,6 @@ from ..ops.maps import exp_map_origin
 from ..ops.point import Point
 from .config import SIZES, ViTConfig
 
-__all__ = [
-    "PolarLayers",
-    "PolarViT",
-    "PolarViTBlock",
-    "VisionTransformer",
-]
-
-
 _Self = TypeVar("_Self", bound="VisionTransformer")
 
 

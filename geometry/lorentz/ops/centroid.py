@@ -16,12 +16,6 @@ from .point import (
 )
 from .scalar import asinh_of_norm, limit_radius, norm_and_direction
 
-__all__ = [
-    "centroid",
-    "centroids",
-    "point_from_sums",
-]
-
 
 def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
     """The centroid from V = Σ w sinh(a) u (…, n) and E + S = T − ‖V‖ (…), T = Σ w cosh a.

@@ -20,22 +20,6 @@ from .point import (
 )
 from .scalar import asinh_of_norm, norm_and_direction
 
-__all__ = [
-    "from_ambient",
-    "from_poincare",
-    "from_space",
-    "gradient_from_ambient",
-    "gradient_from_polar",
-    "inner",
-    "perpendicular_part",
-    "tangent_from_ambient",
-    "tangent_norm",
-    "tangent_to_ambient",
-    "to_ambient",
-    "to_poincare",
-    "to_space",
-]
-
 
 def _ambient_radius(a: Tensor) -> Tensor:
     """Radii up to which sinh a is a number, with no derivative beyond."""

@@ -32,19 +32,6 @@ from .scalar import (
     squared_arcosh1p,
 )
 
-__all__ = [
-    "chord_gradients",
-    "distance",
-    "distance_to_origin",
-    "half_squared_differences",
-    "mlr_logits",
-    "pair_chord",
-    "pairwise_cosh_distance_minus_one",
-    "pairwise_distance",
-    "pairwise_squared_distance",
-    "squared_distance",
-]
-
 
 def half_squared_differences(p: Tensor, q: Tensor) -> Tensor:
     """½‖p_i − q_j‖² as plain values, without a gradient: (…, N, n), (…, M, n) → (…, N, M)."""

@@ -16,15 +16,6 @@ from .point import (
 )
 from .scalar import half_squared_norm, limit_radius, norm_and_direction, sinhc_of_root
 
-__all__ = [
-    "axis_boost",
-    "boost",
-    "boost_step",
-    "gyro_add",
-    "gyro_negate",
-    "gyro_scale",
-]
-
 
 def gyro_negate(x: PointLike) -> Point:
     """⊖x = (a, −u): the inverse of x under gyroaddition."""

@@ -21,16 +21,6 @@ from .scalar import (
     squared_arcosh1p,
 )
 
-__all__ = [
-    "HalfSpace",
-    "from_half_space",
-    "half_space_squared_distance",
-    "horospherical_distance",
-    "horospherical_shift",
-    "pairwise_half_space_squared_distance",
-    "to_half_space",
-]
-
 
 class HalfSpace(NamedTuple):
     """Half-space coordinates: ln(ν/√k) of shape (…), w = x_⊥/ν of shape (…, n − 1)."""

@@ -29,14 +29,6 @@ from .scalar import (
     sinhc_of_root,
 )
 
-__all__ = [
-    "exp_map",
-    "exp_map_origin",
-    "log_map",
-    "log_map_origin",
-    "parallel_transport",
-]
-
 
 def exp_map_origin(v: Tensor, *, k: float | Tensor = 1.0) -> Point:
     """exp_o(v) of tangent vectors v (…, n) at the origin: r = ‖v‖, u = v/‖v‖, at every length.

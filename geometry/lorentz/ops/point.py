@@ -19,15 +19,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Point",
-    "PointLike",
-    "Tangent",
-    "TangentLike",
-    "origin_like",
-    "radius_limit",
-]
-
 
 class Point(NamedTuple):
     """A batch of points: `a` of shape (…), `u` of shape (…, n). A plain pair to autograd."""

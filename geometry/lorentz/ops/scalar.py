@@ -10,23 +10,6 @@ from torch import Tensor
 
 from .point import host_readable, radius_limit
 
-__all__ = [
-    "arcosh1p",
-    "asinh_exp",
-    "asinh_of_norm",
-    "cosh_of_root",
-    "half_squared_norm",
-    "limit_radius",
-    "log_cosh",
-    "log_of_norm",
-    "log_sinh",
-    "norm_and_direction",
-    "sinh_ratio",
-    "sinhc_of_root",
-    "squared_arcosh1p",
-]
-
-
 _LN2 = math.log(2.0)
 
 

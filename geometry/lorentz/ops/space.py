@@ -21,18 +21,6 @@ from .scalar import (
     norm_and_direction,
 )
 
-__all__ = [
-    "centroid_pool2d",
-    "channels_first",
-    "channels_last",
-    "concatenate",
-    "homogeneous_activation",
-    "join_heads",
-    "max_pool2d",
-    "split_heads",
-    "upsample2x",
-]
-
 
 def split_heads(x: PointLike, num_heads: int, log_gain: Tensor | None = None) -> Point:
     """Slice the space coordinates into heads: (…), (…, n) → (…, H), (…, H, n/H).

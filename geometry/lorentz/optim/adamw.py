@@ -10,11 +10,6 @@ from torch import Tensor, nn
 
 from .riemannian import manifold_of, riemannian_adamw_update
 
-__all__ = [
-    "RiemannianAdamW",
-    "parameter_groups",
-]
-
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimizer: what decays, and what does not.

@@ -20,8 +20,6 @@ from ..ops.point import Point
 from ..ops.scalar import norm_and_direction
 from .riemannian import RiemannianAdamWState, riemannian_adamw_update
 
-__all__ = ["KeepsManifold", "LorentzManifold", "LorentzParameter", "pack", "unpack"]
-
 
 def pack(x: tuple[Tensor, Tensor]) -> Tensor:
     """(a, u) or (ξ_r, ξ_⊥) → one tensor (…, 1 + n)."""

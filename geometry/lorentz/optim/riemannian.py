@@ -14,13 +14,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Manifold",
-    "RiemannianAdamWState",
-    "manifold_of",
-    "riemannian_adamw_update",
-]
-
 
 @runtime_checkable
 class Manifold(Protocol):
