@@ -34,6 +34,13 @@ class PolarCache:
 
     Attributes:
         held: the tokens, or None while the cache is empty.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> layer, cache = lorentz.PolarMultiheadAttention(8, 2, is_causal=True), lorentz.PolarCache()
+        >>> out = layer(lorentz.exp_map_origin(torch.randn(1, 3, 8)), cache=cache)
+        >>> cache.length
+        3
     """
 
     def __init__(self) -> None:
@@ -70,10 +77,6 @@ class PolarCache:
             new.padding if whole else _join(old.padding, new.padding, batch, counts),
             _join(old.damaged, new.damaged, batch, counts),
         )
-
-    def commit(self, tokens: CachedTokens) -> None:
-        """Hold these tokens from now on."""
-        self.held = tokens
 
     def reorder(self, index: Tensor) -> None:
         """Select sequences, (batch,) long, in place: for beam search."""

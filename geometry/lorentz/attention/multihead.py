@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_choice, check_count
 from ...masks import additive_mask, check_attention_mask, check_padding_mask
-from ..layers.checks import check_sizes
+from ...softmax import damaged as not_finite
 from ..layers.curvature import Curvature, as_curvature_module
 from ..layers.linear import PolarLinear
 from ..ops.coordinates import klein_row
@@ -27,6 +28,11 @@ class HeadGain(nn.Module):
     """Splits into heads and moves each head's ln sinh a by a learned gain.
 
     `log_gain` (H,) is the deviation from the buffer `log_gain_offset`, which `calibrate_` sets.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.HeadGain(2)(lorentz.exp_map_origin(torch.randn(5, 8))).u.shape
+        torch.Size([5, 2, 4])
     """
 
     log_gain_offset: Tensor
@@ -35,7 +41,7 @@ class HeadGain(nn.Module):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        check_sizes(num_heads=num_heads)
+        check_count("num_heads", num_heads)
         self.num_heads = num_heads
         self.log_gain = nn.Parameter(torch.zeros(num_heads))
         self.register_buffer("log_gain_offset", torch.zeros(num_heads))
@@ -46,7 +52,7 @@ class HeadGain(nn.Module):
         return split_heads(x, self.num_heads, self.log_gain + self.log_gain_offset)
 
     def shift_log_radius_(self, shift: Tensor) -> None:
-        """Move the gains by (H,) numbers: what calibration does."""
+        """Move the gains by (H,) numbers."""
         with torch.no_grad():
             self.log_gain_offset.add_(shift.to(self.log_gain_offset.dtype))
             self.calibrated.fill_(True)
@@ -80,6 +86,12 @@ class PolarMultiheadAttention(nn.Module):
 
     For the optimizer: the four `direction.weight` are Euclidean matrices with a live matrix path
     and observation sites; nothing lives on the manifold.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> layer = lorentz.PolarMultiheadAttention(8, 2, is_causal=True)
+        >>> layer(lorentz.exp_map_origin(torch.randn(4, 5, 8))).u.shape
+        torch.Size([4, 5, 8])
     """
 
     undecayed_parameters = ("log_temperature",)
@@ -101,7 +113,8 @@ class PolarMultiheadAttention(nn.Module):
         fused: bool | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        check_count("embed_dim", embed_dim)
+        check_count("num_heads", num_heads)
         if embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads} does not divide embed_dim={embed_dim}")
         if not 0.0 <= dropout < 1.0:
@@ -113,8 +126,7 @@ class PolarMultiheadAttention(nn.Module):
                 stacklevel=2,
             )
             backend = "auto" if fused else "dense"
-        if backend not in ("auto", "dense"):
-            raise ValueError(f"backend must be 'auto' or 'dense', got {backend!r}")
+        check_choice("backend", backend, ("auto", "dense"))
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.head_dim = embed_dim // num_heads
         if position is not None and position.min_head_dim > self.head_dim:
@@ -156,10 +168,9 @@ class PolarMultiheadAttention(nn.Module):
     ) -> Point | tuple[Point, Tensor]:
         """Attend from x to itself, or to `context`.
 
-        Masks follow `rpt.geometry.masks`: a boolean `attn_mask` is True where a query **may
-        attend**, as in `F.scaled_dot_product_attention`. A query that no key is left to gives the
-        origin, and sends no gradient anywhere. What a masked key holds, NaN included, reaches no
-        query that does not see it, in values and gradients; one that sees it becomes NaN.
+        A boolean `attn_mask` is True where a query **may attend** (`rpt.geometry.masks`). A query
+        that no key is left to gives the origin, and sends no gradient. What a masked key holds, NaN
+        included, reaches no query that does not see it; one that sees it becomes NaN.
 
         Args:
             x: points (batch, N), (batch, N, n).
@@ -194,17 +205,15 @@ class PolarMultiheadAttention(nn.Module):
         padding, mask = self._masks(key_padding_mask, attn_mask, own.a, before, source.a.shape[1])
 
         own, damaged = _clean(own, padding if context is None else None)
-        damaged_keys = damaged
-        if context is not None:
-            source, damaged_keys = _clean(source, padding)
+        row = source_row = klein_row(*own)
+        if context is None:
+            source, damaged_keys, context_positions = own, damaged, positions
         else:
-            source, context_positions = own, positions
-        row = klein_row(*own)
+            source, damaged_keys = _clean(source, padding)
+            source_row = klein_row(*source)
         query = self._encode(self.query_heads(self.query(own, row)), positions, before)
-        if context is not None:
-            row = klein_row(*source)
-        key = self._encode(self.key_heads(self.key(source, row)), context_positions, before)
-        value = _heads_first(self.value_heads(self.value(source, row)))
+        key = self._encode(self.key_heads(self.key(source, source_row)), context_positions, before)
+        value = _heads_first(self.value_heads(self.value(source, source_row)))
         tokens = CachedTokens(key, value, padding, damaged_keys)
         if cache is not None:
             tokens = cache.joined(tokens)
@@ -226,7 +235,7 @@ class PolarMultiheadAttention(nn.Module):
                 result.u.masked_fill(lost[..., None], torch.nan),
             )
         if cache is not None:
-            cache.commit(tokens)
+            cache.held = tokens
         return (result, weights) if weights is not None else result
 
     def _tokens(self, x: PointLike) -> Point:
@@ -308,18 +317,15 @@ def _clean(x: Point, padding: Tensor | None) -> tuple[Point, Tensor | None]:
     if padding is not None:
         padding = padding[:, -tokens:] if tokens else padding[:, :0]
         drop = padding if padding.dtype == torch.bool else padding == -torch.inf
-    damaged: Tensor | None = ~(torch.isfinite(x.a) & torch.isfinite(x.u).all(-1))
-    assert damaged is not None
+    damaged: Tensor | None = not_finite(x.u) | not_finite(x.a.unsqueeze(-1))
     if drop is not None:
         damaged = damaged & ~drop
     if host_readable(damaged) and not bool(damaged.any()):
+        if drop is None:
+            return x, None
         damaged = None
-    elif drop is not None:
-        drop = drop | damaged
     else:
-        drop = damaged
-    if drop is None:
-        return x, damaged
+        drop = damaged if drop is None else drop | damaged
     return Point(x.a.masked_fill(drop, 0.0), x.u.masked_fill(drop[..., None], 0.0)), damaged
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..layers.checks import check_number, check_sizes
+from ...checks import check_choice, check_count, check_number
 from ..ops.gyro import axis_boost
 from ..ops.horosphere import horospherical_shift, to_half_space
 from ..ops.point import PointLike, promote
@@ -17,6 +17,7 @@ class _PositionEncoding(nn.Module):
 
     undecayed_parameters = ("rate",)
     grid_positions: Tensor | None
+    min_head_dim: int
 
     def __init__(
         self, num_heads: int, num_positions: int | tuple[int, ...], initial_rate: float
@@ -28,8 +29,8 @@ class _PositionEncoding(nn.Module):
                 "num_positions must be a positive number or a pair (rows, columns), got "
                 f"{num_positions!r}"
             )
-        check_sizes(num_heads=num_heads)
-        initial_rate = check_number("initial_rate", initial_rate)
+        check_count("num_heads", num_heads)
+        check_number("initial_rate", initial_rate)
         self.num_heads, self.sizes = num_heads, sizes
         self.rate = nn.Parameter(torch.full((len(sizes), num_heads), float(initial_rate)))
         # Integers: a cast of the module leaves them exact.
@@ -38,6 +39,17 @@ class _PositionEncoding(nn.Module):
             index = torch.arange(sizes[0] * sizes[1])
             grid = torch.stack([index // sizes[1], index % sizes[1]])
         self.register_buffer("grid_positions", grid, persistent=False)
+
+    def read(
+        self, x: PointLike, positions: Tensor | None, offset: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads and their steps."""
+        ((a, u),) = promote(x)
+        if u.shape[-1] < self.min_head_dim:
+            raise ValueError(
+                f"this encoding needs head dimensions ≥ {self.min_head_dim}, got {u.shape[-1]}"
+            )
+        return a, u, self.steps(a.shape[-1], a.dtype, positions, offset)
 
     def default_positions(self, length: int, offset: int, device: torch.device) -> Tensor:
         """(axes, length): tokens in order, or the patches of the grid row by row."""
@@ -97,6 +109,15 @@ class HorosphericalEncoding(_PositionEncoding):
         initial_rate: ρ_h at the start.
 
     The rates (axes, H) are never decayed (`parameter_groups`).
+
+    Raises:
+        ValueError: an option that does not exist; heads or positions that do not fit.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> encoding = lorentz.HorosphericalEncoding(num_heads=2, num_positions=9)
+        >>> encoding(lorentz.exp_map_origin(torch.randn(1, 2, 9, 4))).vector.shape
+        torch.Size([1, 2, 9, 3])
     """
 
     def __init__(
@@ -108,8 +129,7 @@ class HorosphericalEncoding(_PositionEncoding):
         initial_rate: float = 1.0,
     ) -> None:
         super().__init__(num_heads, num_positions, initial_rate)
-        if scheme not in ("shared", "paper"):
-            raise ValueError(f"scheme must be 'shared' or 'paper', got {scheme!r}")
+        check_choice("scheme", scheme, ("shared", "paper"))
         self.scheme = scheme
         self.min_head_dim = 4 if scheme == "paper" and len(self.sizes) == 2 else 1 + len(self.sizes)
 
@@ -127,12 +147,7 @@ class HorosphericalEncoding(_PositionEncoding):
         Returns:
             Score coordinates (level, scale, vector) for the attention functions.
         """
-        ((a, u),) = promote(x)
-        if u.shape[-1] < self.min_head_dim:
-            raise ValueError(
-                f"this encoding needs head dimensions ≥ {self.min_head_dim}, got {u.shape[-1]}"
-            )
-        steps = self.steps(a.shape[-1], a.dtype, positions, offset)
+        a, u, steps = self.read(x, positions, offset)
         if self.scheme == "paper" and len(self.sizes) == 2:
             shifted = horospherical_shift((a, u), steps[0])
             coordinates = to_half_space(shifted, axis=2)
@@ -156,6 +171,12 @@ class BoostEncoding(_PositionEncoding):
     """Lorentz boosts in place of shifts (after HoPE, Dai et al. 2025): the paper's ablation.
 
     One boost of rapidity m ρ_h / M per grid axis, along space axis 0 (and 2).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> encoding = lorentz.BoostEncoding(num_heads=2, num_positions=(3, 3))
+        >>> encoding(lorentz.exp_map_origin(torch.randn(1, 2, 9, 4))).vector.shape
+        torch.Size([1, 2, 9, 4])
     """
 
     def __init__(
@@ -172,12 +193,7 @@ class BoostEncoding(_PositionEncoding):
         self, x: PointLike, positions: Tensor | None = None, *, offset: int = 0
     ) -> ScoreCoordinates:
         """Encode heads (batch, H, N), (batch, H, N, m); see `HorosphericalEncoding.forward`."""
-        ((a, u),) = promote(x)
-        if u.shape[-1] < self.min_head_dim:
-            raise ValueError(
-                f"this encoding needs head dimensions ≥ {self.min_head_dim}, got {u.shape[-1]}"
-            )
-        steps = self.steps(a.shape[-1], a.dtype, positions, offset)
+        a, u, steps = self.read(x, positions, offset)
         for axis, step in enumerate(steps):
             a, u = axis_boost((a, u), step, axis=2 * axis)
         return polar_score_coordinates((a, u))

@@ -13,14 +13,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...softmax import masked_softmax
 from ..ops.centroid import centroids
-from ..ops.distance import pair_angular
+from ..ops.distance import pair_c
 from ..ops.point import Point, PointLike, promote
 from ..ops.scalar import limit_radius, squared_arcosh1p
 
 
 class ScoreCoordinates(NamedTuple):
-    """`level` (…, N), `scale` (…, N) and `vector` (…, N, m) of a set of points."""
+    """`level` (…, N), `scale` (…, N) and `vector` (…, N, m) of a set of points.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> scores = lorentz.polar_score_coordinates(lorentz.exp_map_origin(torch.randn(5, 3)))
+        >>> [tuple(part.shape) for part in scores]
+        [(5,), (5,), (5, 3)]
+    """
 
     level: Tensor
     scale: Tensor
@@ -35,7 +43,14 @@ def attention_limit(dtype: torch.dtype) -> float:
 
 
 def polar_score_coordinates(x: PointLike) -> ScoreCoordinates:
-    """(a, sinh a, u) of points, radii limited to `attention_limit`."""
+    """(a, sinh a, u) of points, radii limited to `attention_limit`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([[2.0, 0.0]]))
+        >>> round(lorentz.polar_score_coordinates(x).scale.item(), 3)
+        3.627
+    """
     ((a, u),) = promote(x)
     a = limit_radius(a, attention_limit(a.dtype))
     return ScoreCoordinates(a, torch.sinh(a), u)
@@ -50,21 +65,8 @@ def half_space_score(log_nu: Tensor, w: Tensor) -> ScoreCoordinates:
 
 def pairwise_c(x: ScoreCoordinates, y: ScoreCoordinates) -> Tensor:
     """cosh D − 1 of all pairs, (…, N, M); differentiable twice."""
-    half = torch.sinh(0.5 * (x.level.unsqueeze(-1) - y.level.unsqueeze(-2)))
-    c = 2.0 * half * half + pair_angular(x.scale, x.vector, y.scale, y.vector)
+    c = pair_c(*x, *y)
     return c.clamp(max=torch.finfo(c.dtype).max / 32.0)
-
-
-def masked_softmax(scores: Tensor) -> Tensor:
-    """Softmax over the last dimension in which a row of −inf gives zeros, with zero gradient."""
-    if not scores.shape[-1]:
-        return scores
-    largest = scores.detach().amax(-1, keepdim=True)
-    reachable = largest > -torch.inf
-    weights = torch.exp(
-        torch.where(scores > -torch.inf, scores - torch.where(reachable, largest, 0.0), -torch.inf)
-    )
-    return weights / torch.where(reachable, weights.sum(-1, keepdim=True), 1.0)
 
 
 def attention_weights(
@@ -72,7 +74,7 @@ def attention_weights(
 ) -> Tensor:
     """softmax(−gain · D² + bias) of all pairs, (…, N, M); see `dense_attention`."""
     scores = -gain * squared_arcosh1p(pairwise_c(query, key))
-    return masked_softmax(scores if bias is None else scores + bias)
+    return masked_softmax(scores if bias is None else scores + bias, None)
 
 
 def weighted_values(value: PointLike, weights: Tensor) -> Point:
@@ -99,5 +101,12 @@ def dense_attention(
 
     Returns:
         Points (…, N), (…, N, n); the origin where every key is excluded.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(7, 3))
+        >>> coordinates = lorentz.polar_score_coordinates(x)
+        >>> lorentz.dense_attention(coordinates, coordinates, x, torch.tensor(0.5)).a.shape
+        torch.Size([7])
     """
     return weighted_values(value, attention_weights(query, key, gain, bias))

@@ -53,12 +53,20 @@ def centroid(points: PointLike, weights: Tensor | None = None, *, k: float | Ten
         points: a of shape (…, N), u of shape (…, N, n); radii are limited to `radius_limit`, beyond
             which the derivative by a weight leaves the range of the dtype.
         weights: (…, N), non-negative, of any sum; None means equal. The values are not checked.
-        k: has no influence on the result in polar form; accepted so that every operation can be
-            called alike.
+        k: has no influence on the result in polar form.
 
     Returns:
         Points of shapes (…) and (…, n). All-zero weights, and N = 0, give the origin with finite
         gradients.
+
+    Raises:
+        TypeError, ValueError: weights that are no floating tensor (…, N), or no set of points.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> points = lorentz.exp_map_origin(torch.tensor([[3.0, 0.0], [1.0, 0.0]]))
+        >>> round(lorentz.centroid(points, torch.tensor([0.5, 0.5])).a.item(), 3)
+        2.0
     """
     sinh_a, falling, u, at_origin = _terms(points)
     check_curvature(k, u)
@@ -98,6 +106,15 @@ def centroids(points: PointLike, weights: Tensor) -> Point:
 
     Returns:
         Points of shapes (…, N) and (…, N, n). Needs memory for a few (N, M) tensors, no (N, M, n).
+
+    Raises:
+        TypeError, ValueError: weights that are no floating tensor (…, N, M).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> points = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.centroids(points, torch.rand(4, 5)).u.shape
+        torch.Size([4, 3])
     """
     sinh_a, falling, u, at_origin = _terms(points)
     weights = _check_weights(weights, u.dtype)

@@ -52,13 +52,28 @@ def to_space(x: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
     """Return the space coordinates √k sinh(a) u, of shape (…, n).
 
     a is limited to twice `radius_limit` (86 in float32), so that the result stays finite.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.to_space(x).shape
+        torch.Size([5, 3])
     """
     ((a, u),) = promote(x)
     return column(square_root(check_curvature(k, a))) * unit_space(a, u)
 
 
 def from_space(space: Tensor, *, k: float | Tensor = 1.0) -> Point:
-    """Return the points with space coordinates (…, n); the zero vector is the origin."""
+    """Return the points with space coordinates (…, n); the zero vector is the origin.
+
+    Raises:
+        TypeError, ValueError: they are not floating point, or k is not positive.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.from_space(torch.zeros(2))
+        Point(a=tensor(0.), u=tensor([0., 0.]))
+    """
     if not space.is_floating_point():
         raise TypeError(f"space coordinates must be floating point, got {space.dtype}")
     space = space.to(torch.promote_types(space.dtype, torch.float32))
@@ -69,6 +84,12 @@ def to_ambient(x: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
     """Return ambient coordinates (…, 1 + n), time first: √k (cosh a, sinh a · u).
 
     a is limited to twice `radius_limit` (86 in float32), so that the result stays finite.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.to_ambient(x).shape
+        torch.Size([5, 4])
     """
     ((a, u),) = promote(x)
     ambient = torch.cat([torch.cosh(_ambient_radius(a)).unsqueeze(-1), unit_space(a, u)], -1)
@@ -80,6 +101,12 @@ def from_ambient(ambient: Tensor, *, k: float | Tensor = 1.0) -> Point:
 
     Only the space coordinates are read (r = √k arsinh(‖x‖/√k)): the time coordinate follows from
     them and carries no more than their rounding error.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.from_ambient(lorentz.to_ambient(x)).u.allclose(x.u)
+        True
     """
     if ambient.dim() == 0 or ambient.shape[-1] < 2:
         raise ValueError(f"ambient coordinates have shape (…, 1 + n), got {tuple(ambient.shape)}")
@@ -90,6 +117,12 @@ def to_poincare(x: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
     """Coordinates √k tanh(a/2) u in the Poincaré ball of radius √k, of shape (…, n).
 
     They stay inside the ball, whose numbers tell radii apart up to a ≈ 16 in float32, 36 in float64.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> (lorentz.to_poincare(x).norm(dim=-1) < 1).all()
+        tensor(True)
     """
     ((a, u),) = promote(x)
     inside = 1.0 - 4.0 * torch.finfo(a.dtype).eps
@@ -101,6 +134,12 @@ def from_poincare(p: Tensor, *, k: float | Tensor = 1.0) -> Point:
     """The points with coordinates (…, n) in the Poincaré ball of radius √k: a = 2 artanh(‖p‖/√k).
 
     Coordinates on the boundary or beyond it are taken as just inside.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.from_poincare(lorentz.to_poincare(x)).u.allclose(x.u)
+        True
     """
     if not p.is_floating_point():
         raise TypeError(f"coordinates must be floating point, got {p.dtype}")
@@ -118,31 +157,49 @@ def _without_component(x: Tensor, u: Tensor) -> Tensor:
 
 
 def perpendicular_part(u: Tensor, v: Tensor) -> Tensor:
-    """v − (u·v) u for unit vectors (or zero vectors), from differences: of e = v − u, behind the
-    equator of u + v, the part across u.
-
-    Stored directions have length 1 up to rounding only; taking u·e as the identity −½‖e‖² for it
-    would leave that rounding in the result, 3 % of it at an angle of 1e-6.
-    """
+    """v − (u·v) u for unit vectors (or zero vectors): the part across u of v − u, or of v + u."""
+    # Stored directions have length 1 up to rounding only: u·e as −½‖e‖² would leave that rounding
+    # in the result, 3 % of it at an angle of 1e-6.
     behind = ((u * v).sum(-1) < 0).unsqueeze(-1)
     return _without_component(v + torch.where(behind, 1.0, -1.0) * u, u)
 
 
 def inner(x: PointLike, first: TangentLike, second: TangentLike) -> Tensor:
-    """Riemannian inner product ξ_r ζ_r + ξ_⊥ · ζ_⊥ of shape (…) (Eq. 14): a plain sum."""
+    """Riemannian inner product ξ_r ζ_r + ξ_⊥ · ζ_⊥ of shape (…) (Eq. 14): a plain sum.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, outward = lorentz.exp_map_origin(torch.eye(2)), (torch.ones(2), torch.zeros(2, 2))
+        >>> lorentz.inner(x, outward, outward)
+        tensor([1., 1.])
+    """
     _, first, second = promote(x, first, second)
     return first[0] * second[0] + (first[1] * second[1]).sum(-1)
 
 
 def tangent_norm(x: PointLike, tangent: TangentLike) -> Tensor:
-    """Length of tangent vectors (…); the zero vector has length 0 and gradient 0."""
+    """Length of tangent vectors (…); the zero vector has length 0 and gradient 0.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, outward = lorentz.exp_map_origin(torch.eye(2)), (torch.ones(2), torch.zeros(2, 2))
+        >>> lorentz.tangent_norm(x, outward)
+        tensor([1., 1.])
+    """
     squared = inner(x, tangent, tangent)
     nonzero = squared > 0
     return torch.where(nonzero, torch.sqrt(torch.where(nonzero, squared, 1.0)), 0.0)
 
 
 def tangent_from_ambient(x: PointLike, ambient: Tensor) -> Tangent:
-    """Frame components of tangent vectors with ambient coordinates (…, 1 + n) (Eq. 13)."""
+    """Frame components (…), (…, n) of tangent vectors with ambient coordinates (…, 1 + n) (Eq. 13).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, outward = lorentz.exp_map_origin(torch.eye(2)), (torch.ones(2), torch.zeros(2, 2))
+        >>> lorentz.tangent_from_ambient(x, lorentz.tangent_to_ambient(x, outward)).radial
+        tensor([1., 1.])
+    """
     ((a, u),) = promote(x)
     space = ambient[..., 1:].to(u.dtype)
     along = (space * u).sum(-1)
@@ -150,7 +207,14 @@ def tangent_from_ambient(x: PointLike, ambient: Tensor) -> Tangent:
 
 
 def tangent_to_ambient(x: PointLike, tangent: TangentLike) -> Tensor:
-    """Ambient coordinates (…, 1 + n) of ξ_r (sinh a, cosh a u) + (0, ξ_⊥)."""
+    """Ambient coordinates (…, 1 + n) of ξ_r (sinh a, cosh a u) + (0, ξ_⊥).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, outward = lorentz.exp_map_origin(torch.eye(2)), (torch.ones(2), torch.zeros(2, 2))
+        >>> lorentz.tangent_to_ambient(x, outward).shape
+        torch.Size([2, 3])
+    """
     (a, u), (radial, perpendicular) = promote(x, tangent)
     a = _ambient_radius(a)
     time = radial * torch.sinh(a)
@@ -162,6 +226,12 @@ def gradient_from_ambient(x: PointLike, gradient: Tensor) -> Tangent:
     """Riemannian gradient from the Euclidean gradient (…, 1 + n) by ambient coordinates (Eq. 15).
 
     Projects the Minkowski-raised gradient onto the tangent space; no division, no cancellation.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.gradient_from_ambient(x, torch.randn(5, 4)).perpendicular.shape
+        torch.Size([5, 3])
     """
     ((a, u),) = promote(x)
     gradient = gradient.to(u.dtype)
@@ -179,6 +249,12 @@ def gradient_from_polar(
 
     ξ_r = ∂a/√k and ξ_⊥ = (∂u − (∂u·u) u)/(√k sinh a). At the origin ∂u stands for the gradient by
     the space coordinates (in units of √k), so ξ_⊥ = ∂u/√k there.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.gradient_from_polar(x, by_a=torch.ones(5), by_u=torch.zeros(5, 3)).radial
+        tensor([1., 1., 1., 1., 1.])
     """
     (a, u), (by_a, by_u) = promote(x, (by_a, by_u))
     root = square_root(check_curvature(k, a))

@@ -79,15 +79,8 @@ class _PairChord(torch.autograd.Function):
 
 
 def pair_chord(p: Tensor, q: Tensor) -> Tensor:
-    """½‖p_i − q_j‖² of all pairs, twice differentiable.
-
-    Args:
-        p: (…, N, n), float32 or float64.
-        q: (…, M, n); leading dimensions broadcast.
-
-    Returns:
-        (…, N, M). Memory is that of the result: no (N, M, n) tensor.
-    """
+    """½‖p_i − q_j‖² of all pairs (…, N, n), (…, M, n): (…, N, M), twice differentiable, without an
+    (N, M, n) tensor. Leading dimensions broadcast."""
     if p.shape[:-2] != q.shape[:-2]:
         batch = torch.broadcast_shapes(p.shape[:-2], q.shape[:-2])
         p, q = p.expand(*batch, *p.shape[-2:]), q.expand(*batch, *q.shape[-2:])
@@ -124,18 +117,17 @@ class _PairAngular(torch.autograd.Function):
 
 
 def pair_angular(alpha: Tensor, p: Tensor, beta: Tensor, q: Tensor) -> Tensor:
-    """α_i β_j ½‖p_i − q_j‖² of all pairs: the angular term of Eq. 5. Twice differentiable.
-
-    Args:
-        alpha, p: (…, N) and (…, N, n), float32 or float64.
-        beta, q: (…, M) and (…, M, n); leading dimensions broadcast.
-
-    Returns:
-        (…, N, M), without an (N, M, n) tensor.
-    """
+    """α_i β_j ½‖p_i − q_j‖² of all pairs, (…, N, M): the angular term of Eq. 5. As `pair_chord`."""
     batch = torch.broadcast_shapes(p.shape[:-2], q.shape[:-2])
     p, q = p.expand(*batch, *p.shape[-2:]), q.expand(*batch, *q.shape[-2:])
     return _PairAngular.apply(alpha.expand(p.shape[:-1]), p, beta.expand(q.shape[:-1]), q)
+
+
+def pair_c(rho: Tensor, alpha: Tensor, p: Tensor, sigma: Tensor, beta: Tensor, q: Tensor) -> Tensor:
+    """c_ij = 2 sinh²(½(ρ_i − σ_j)) + α_i β_j ½‖p_i − q_j‖² of all pairs: cosh D − 1 from
+    (a, sinh a, u), and from the half-space coordinates (ln ν, ν, w). Twice differentiable."""
+    half = torch.sinh(0.5 * (rho.unsqueeze(-1) - sigma.unsqueeze(-2)))
+    return 2.0 * half * half + pair_angular(alpha, p, beta, q)
 
 
 def half_squared_chord(u: Tensor, v: Tensor) -> Tensor:
@@ -194,6 +186,12 @@ def squared_distance(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> 
 
     Raises:
         TypeError, ValueError: an argument is no point, the shapes do not belong together, k ≤ 0.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, y = (lorentz.exp_map_origin(torch.tensor([r, 0.0])) for r in (12.0, 12.5))
+        >>> round(lorentz.squared_distance(x, y).item(), 3)
+        0.25
     """
     c, far, beyond = _split_by_limit(x, y)
     return check_curvature(k, c) * torch.where(beyond, far * far, squared_arcosh1p(c))
@@ -203,13 +201,25 @@ def distance(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
     """Geodesic distance of points (…) and (…), in units of r; see `squared_distance`.
 
     The derivative of a distance jumps at coincidence; it is 0 there by choice.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, y = (lorentz.exp_map_origin(torch.tensor([r, 0.0])) for r in (12.0, 12.5))
+        >>> round(lorentz.distance(x, y).item(), 3)
+        0.5
     """
     c, far, beyond = _split_by_limit(x, y)
     return square_root(check_curvature(k, c)) * torch.where(beyond, far, arcosh1p(c))
 
 
 def distance_to_origin(x: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
-    """Radius r = √k a of points (…)."""
+    """Radius r = √k a of points (…).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.distance_to_origin(lorentz.exp_map_origin(torch.tensor([3.0, 4.0])))
+        tensor(5.)
+    """
     ((a, _),) = promote(x)
     return square_root(check_curvature(k, a)) * a
 
@@ -220,21 +230,34 @@ def pairwise_cosh_distance_minus_one(x: PointLike, y: PointLike) -> Tensor:
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError("pairwise distances need sets of points: a of shape (…, N), u (…, N, n)")
     a, b = limit_radius(a), limit_radius(b)
-    half = torch.sinh(0.5 * (a.unsqueeze(-1) - b.unsqueeze(-2)))
-    return 2.0 * half * half + pair_angular(torch.sinh(a), u, torch.sinh(b), v)
+    return pair_c(a, torch.sinh(a), u, b, torch.sinh(b), v)
 
 
 def pairwise_squared_distance(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
     """Squared distances of all pairs: (…, N) and (…, M) points give (…, N, M).
 
-    Radii are limited to `radius_limit`.
+    Radii are limited to `radius_limit`. Errors are those of `squared_distance`, and a ValueError
+    where there is no axis of points.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, y = (lorentz.exp_map_origin(torch.randn(n, 3)) for n in (5, 7))
+        >>> lorentz.pairwise_squared_distance(x, y).shape
+        torch.Size([5, 7])
     """
     c = pairwise_cosh_distance_minus_one(x, y)
     return check_curvature(k, c) * squared_arcosh1p(c)
 
 
 def pairwise_distance(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
-    """Distances of all pairs; see `pairwise_squared_distance`."""
+    """Distances of all pairs, in units of r; see `pairwise_squared_distance`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x, y = (lorentz.exp_map_origin(torch.randn(n, 3)) for n in (5, 7))
+        >>> lorentz.pairwise_distance(x, y).shape
+        torch.Size([5, 7])
+    """
     c = pairwise_cosh_distance_minus_one(x, y)
     return square_root(check_curvature(k, c)) * arcosh1p(c)
 
@@ -250,6 +273,12 @@ def mlr_logits(x: PointLike, normals: Tensor, shifts: Tensor, *, k: float | Tens
         normals: z of shape (C, n).
         shifts: s of shape (C,), the hyperplane's rapidity along ẑ.
         k: the curvature is −1/k.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.mlr_logits(x, normals=torch.randn(2, 3), shifts=torch.zeros(2)).shape
+        torch.Size([5, 2])
     """
     ((a, u),) = promote(x)
     limit = radius_limit(a.dtype)

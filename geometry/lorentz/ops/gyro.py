@@ -18,13 +18,27 @@ from .scalar import half_squared_norm, limit_radius, norm_and_direction, sinhc_o
 
 
 def gyro_negate(x: PointLike) -> Point:
-    """⊖x = (a, −u): the inverse of x under gyroaddition."""
+    """⊖x = (a, −u): the inverse of x under gyroaddition.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> lorentz.gyro_negate(x).u[0]
+        tensor(-1.)
+    """
     ((a, u),) = promote(x)
     return Point(a, -u)
 
 
 def gyro_scale(factor: float | Tensor, x: PointLike) -> Point:
-    """t ⊗ x = (|t| a, sign(t) u) for a number or a tensor that broadcasts to (…)."""
+    """t ⊗ x = (|t| a, sign(t) u) for a number or a tensor that broadcasts to (…).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> lorentz.gyro_scale(-2.0, x)
+        Point(a=tensor(6.), u=tensor([-1., -0.]))
+    """
     ((a, u),) = promote(x)
     factor = torch.as_tensor(factor, dtype=a.dtype, device=a.device)
     at_origin = is_origin(a, u)
@@ -48,6 +62,12 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
     Args:
         x, y: points of shapes (…), (…, n), broadcast; radii are limited to `radius_limit`.
         k: has no influence on the result in polar form.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> round(lorentz.gyro_add(x, x).a.item(), 3)
+        6.0
     """
     (a, u), (b, v) = promote(x, y)
     check_curvature(k, a)
@@ -65,12 +85,26 @@ def gyro_add(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Point:
 
 
 def boost(x: PointLike, to: PointLike) -> Point:
-    """Apply to x the Lorentz boost that carries the origin to `to`: to ⊕ x."""
+    """Apply to x the Lorentz boost that carries the origin to `to`: to ⊕ x.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> round(lorentz.boost(x, to=x).a.item(), 3)
+        6.0
+    """
     return gyro_add(to, x)
 
 
 def axis_boost(x: PointLike, rapidity: float | Tensor, *, axis: int = 0) -> Point:
-    """Boost x by a rapidity (…) of either sign along one space axis."""
+    """Boost x by a rapidity (…) of either sign along one space axis.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> round(lorentz.axis_boost(x, 1.5).a.item(), 3)
+        4.5
+    """
     ((a, u),) = promote(x)
     rapidity = torch.as_tensor(rapidity, dtype=a.dtype, device=a.device).expand(a.shape)
     unit = torch.zeros_like(u)
@@ -98,6 +132,12 @@ def boost_step(
         alpha: step size, a number or a tensor that broadcasts to (…, P).
         mean_weights: (…, P), summing to 1 over P: the weights of the mean of b_∥ that is
             subtracted, so that the step moves no token outward on average. None: no centring.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> round(lorentz.boost_step(x, x, alpha=0.1).a.item(), 3)
+        3.3
     """
     (a, u), (b, v) = promote(x, y)
     alpha = torch.as_tensor(alpha, device=a.device).to(a.dtype)

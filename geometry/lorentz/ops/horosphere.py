@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .distance import half_squared_chord, pair_angular
+from .distance import half_squared_chord, pair_c
 from .point import Point, PointLike, check_curvature, is_origin, promote, square_root
 from .scalar import (
     asinh_of_norm,
@@ -23,7 +23,13 @@ from .scalar import (
 
 
 class HalfSpace(NamedTuple):
-    """Half-space coordinates: ln(ν/√k) of shape (…), w = x_⊥/ν of shape (…, n − 1)."""
+    """Half-space coordinates: ln(ν/√k) of shape (…), w = x_⊥/ν of shape (…, n − 1).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.HalfSpace(log_nu=torch.tensor(0.0), w=torch.tensor([0.0, 0.0])).w.shape
+        torch.Size([2])
+    """
 
     log_nu: Tensor
     w: Tensor
@@ -44,6 +50,12 @@ def to_half_space(x: PointLike, *, axis: int = 0) -> HalfSpace:
 
     ν = √k (e^−a + sinh a (1 − u_axis)) is a sum of non-negative terms, and 1 − u_axis comes from
     the other components where it is small. w carries no unit. Radii are limited to `radius_limit`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([0.5, 1.0]))
+        >>> lorentz.to_half_space(x).log_nu.shape
+        torch.Size([])
     """
     ((a, u),) = promote(x)
     axis = _check_axis(axis, u.shape[-1])
@@ -99,7 +111,14 @@ def _gap(main: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_half_space(coordinates: tuple[Tensor, Tensor], *, axis: int = 0) -> Point:
-    """The points with the given half-space coordinates; the inverse of `to_half_space`."""
+    """The points with the given half-space coordinates; the inverse of `to_half_space`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([0.5, 1.0]))
+        >>> lorentz.from_half_space(lorentz.to_half_space(x)).u.allclose(x.u)
+        True
+    """
     log_nu, w = coordinates
     axis = _check_axis(axis, w.shape[-1] + 1)
     # x₀ + x_axis = (k + ‖x_⊥‖²)/ν = 1/ν + ν‖w‖² in units of √k, formed without a large square.
@@ -137,6 +156,15 @@ def horospherical_shift(
         shift_axis: the space axis shifted along, another than `axis`.
 
     An isometry; the query-key distance grows as the logarithm of the shift (Eq. 11).
+
+    Raises:
+        TypeError, ValueError: x is no point, an axis does not exist, or the two are one.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([0.5, 1.0]))
+        >>> round(lorentz.distance(x, lorentz.horospherical_shift(x, 2.0)).item(), 3)
+        1.876
     """
     ((a, u),) = promote(x)
     check_curvature(k, a)
@@ -157,7 +185,14 @@ def horospherical_shift(
 def horospherical_distance(
     x: PointLike, t: float | Tensor, *, k: float | Tensor = 1.0, axis: int = 0
 ) -> Tensor:
-    """d(x, Φ(t) x) = 2√k arsinh(|t| ν/2√k) of shape (…) (Eq. 11)."""
+    """d(x, Φ(t) x) = 2√k arsinh(|t| ν/2√k) of shape (…) (Eq. 11).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([0.5, 1.0]))
+        >>> round(lorentz.horospherical_distance(x, 2.0).item(), 3)
+        1.876
+    """
     log_nu, _ = to_half_space(x, axis=axis)
     root = square_root(check_curvature(k, log_nu))
     t = torch.as_tensor(t, dtype=log_nu.dtype, device=log_nu.device)
@@ -170,6 +205,12 @@ def half_space_squared_distance(
     """Squared distance from half-space coordinates: (…) from (…) and (…).
 
     c = νν′‖Δw‖²/2k + (ν−ν′)²/(2νν′), whose second term is 2 sinh²(½ ln(ν/ν′)).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([0.5, 1.0]))
+        >>> lorentz.half_space_squared_distance(*(lorentz.to_half_space(p) for p in (x, x)))
+        tensor(0.)
     """
     half = torch.sinh(0.5 * (x[0] - y[0]))
     c = 2.0 * half * half + torch.exp(x[0] + y[0]) * half_squared_chord(x[1], y[1])
@@ -179,8 +220,14 @@ def half_space_squared_distance(
 def pairwise_half_space_squared_distance(
     x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], *, k: float | Tensor = 1.0
 ) -> Tensor:
-    """Squared distances of all pairs from half-space coordinates: (…, N), (…, M) → (…, N, M)."""
-    rows, columns = x[0].unsqueeze(-1), y[0].unsqueeze(-2)
-    half = torch.sinh(0.5 * (rows - columns))
-    c = 2.0 * half * half + pair_angular(torch.exp(x[0]), x[1], torch.exp(y[0]), y[1])
+    """Squared distances of all pairs from half-space coordinates: (…, N), (…, M) → (…, N, M).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(4, 3))
+        >>> h = lorentz.to_half_space(x)
+        >>> lorentz.pairwise_half_space_squared_distance(h, h).shape
+        torch.Size([4, 4])
+    """
+    c = pair_c(x[0], torch.exp(x[0]), x[1], y[0], torch.exp(y[0]), y[1])
     return check_curvature(k, c) * squared_arcosh1p(c)

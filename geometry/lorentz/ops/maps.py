@@ -35,6 +35,14 @@ def exp_map_origin(v: Tensor, *, k: float | Tensor = 1.0) -> Point:
 
     The zero vector gives the origin, where the Jacobian of the space coordinates is the identity.
     Half precision is computed and returned in float32.
+
+    Raises:
+        TypeError, ValueError: v is not floating point, or k is not positive.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        Point(a=tensor(3.), u=tensor([1., 0.]))
     """
     if not v.is_floating_point():
         raise TypeError(f"tangent vectors must be floating point, got {v.dtype}")
@@ -43,7 +51,14 @@ def exp_map_origin(v: Tensor, *, k: float | Tensor = 1.0) -> Point:
 
 
 def log_map_origin(x: PointLike, *, k: float | Tensor = 1.0) -> Tensor:
-    """log_o(x) = r u of shape (…, n); the inverse of `exp_map_origin`."""
+    """log_o(x) = r u of shape (…, n); the inverse of `exp_map_origin`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> lorentz.log_map_origin(x)
+        tensor([3., 0.])
+    """
     ((a, u),) = promote(x)
     return column(square_root(check_curvature(k, a))) * _unit_log_origin(a, u)
 
@@ -63,6 +78,15 @@ def exp_map(x: PointLike, tangent: TangentLike, *, k: float | Tensor = 1.0) -> P
 
     The radius is updated by an increment in log space and e^a is never formed; inward steps use
     Eq. 18, where nothing large cancels.
+
+    Raises:
+        TypeError, ValueError: x is no point, the tangent does not belong to it, or k ≤ 0.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> lorentz.exp_map(x, lorentz.Tangent(torch.tensor(1.0), torch.zeros(2))).a
+        tensor(4.)
     """
     (a, u), (radial, perpendicular) = promote(x, tangent)
     root = square_root(check_curvature(k, a))
@@ -110,6 +134,12 @@ def log_map(x: PointLike, y: PointLike, *, k: float | Tensor = 1.0) -> Tangent:
     """log_x(y) in the polar frame at x (Eq. 19); the inverse of `exp_map`.
 
     Radii are limited to `radius_limit`, except from the origin, where every radius is exact.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> round(lorentz.log_map(x, lorentz.gyro_scale(2.0, x)).radial.item(), 3)
+        3.0
     """
     (a, u), (b, v) = promote(x, y)
     root = square_root(check_curvature(k, a))
@@ -144,6 +174,13 @@ def parallel_transport(
     1 − h C²/N − i sin θ · C cosh((a−b)/2)/N, in which nothing cancels and θ = 0 is no exception.
     At antipodal directions the plane is undetermined; the result is the limit for a tangent vector
     perpendicular to it. Radii are limited to `radius_limit`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
+        >>> outward = lorentz.Tangent(torch.tensor(1.0), torch.zeros(2))
+        >>> lorentz.parallel_transport(x, lorentz.gyro_scale(2.0, x), outward).radial
+        tensor(1.)
     """
     (a, u), (b, v), (radial, perpendicular) = promote(x, y, tangent)
     check_curvature(k, a)

@@ -8,6 +8,14 @@ that the ambient point is √k (cosh a, sinh a · u). The origin is a = 0 *with 
 sinh(a)·u have one. At an origin (a = 0 and u = 0) the cotangent of `u` therefore stands for the
 cotangent of the space coordinates in units of √k. Every operation here reads and writes gradients
 by that rule, so that gradients pass through the origin (a zero-initialised projection learns).
+
+`PointLike` and `TangentLike` are what operations take: any pair of tensors of such shapes.
+
+Example:
+    >>> import torch, rpt.geometry.lorentz as lorentz
+    >>> x: lorentz.PointLike = (torch.tensor(3.0), torch.tensor([1.0, 0.0]))
+    >>> lorentz.tangent_norm(x, (torch.tensor(2.0), torch.zeros(2)))  # a TangentLike
+    tensor(2.)
 """
 
 from __future__ import annotations
@@ -21,7 +29,13 @@ from torch import Tensor
 
 
 class Point(NamedTuple):
-    """A batch of points: `a` of shape (…), `u` of shape (…, n). A plain pair to autograd."""
+    """A batch of points: `a` of shape (…), `u` of shape (…, n). A plain pair to autograd.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.distance_to_origin(lorentz.Point(a=torch.tensor(3.0), u=torch.tensor([1.0, 0.0])))
+        tensor(3.)
+    """
 
     a: Tensor
     u: Tensor
@@ -32,6 +46,11 @@ class Tangent(NamedTuple):
 
     `radial` of shape (…) is the component along the outward unit vector, `perpendicular` of shape
     (…, n) is orthogonal to u. At the origin every vector is perpendicular and `radial` is 0.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.Tangent(radial=torch.zeros(5), perpendicular=torch.zeros(5, 3)).perpendicular.shape
+        torch.Size([5, 3])
     """
 
     radial: Tensor
@@ -134,12 +153,23 @@ def radius_limit(dtype: torch.dtype) -> float:
     Operations that form this product take radii beyond the limit as the limit (conversions to
     ambient coordinates allow twice as much). float32 stops resolving distances of √k at a ≈ 17
     (Proposition 2), long before.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.radius_limit(torch.float32), lorentz.radius_limit(torch.float64)
+        (43.0, 350.0)
     """
     return 350.0 if dtype == torch.float64 else 43.0
 
 
 def origin_like(u: Tensor) -> Point:
-    """Return origins (0, 0) for directions `u` of shape (…, n)."""
+    """Return origins (0, 0) for directions `u` of shape (…, n).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.origin_like(torch.ones(2))
+        Point(a=tensor(0.), u=tensor([0., 0.]))
+    """
     zeros = torch.zeros_like(u)
     return Point(zeros[..., 0], zeros)
 

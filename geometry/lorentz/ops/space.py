@@ -32,6 +32,15 @@ def split_heads(x: PointLike, num_heads: int, log_gain: Tensor | None = None) ->
         x: points of shapes (…), (…, n).
         num_heads: H, which divides n.
         log_gain: (H,) added to ln sinh a_h.
+
+    Raises:
+        ValueError: H does not divide n.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.split_heads(x, num_heads=3).u.shape
+        torch.Size([5, 3, 1])
     """
     ((a, u),) = promote(x)
     if num_heads < 1 or u.shape[-1] % num_heads:
@@ -56,6 +65,12 @@ def join_heads(x: PointLike) -> Point:
     """Concatenate the space coordinates of heads: (…, H), (…, H, m) → (…), (…, H·m).
 
     ln sinh a = ½ logsumexp_h(2 ln sinh a_h), the Lorentz direct concatenation.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.join_heads(lorentz.split_heads(x, 3)).u.allclose(x.u, atol=1e-6)
+        True
     """
     ((a, u),) = promote(x)
     if a.dim() == 0 or a.shape[-1] == 0:
@@ -79,6 +94,12 @@ def homogeneous_activation(x: PointLike, activation: Callable[[Tensor], Tensor])
     """Apply φ with φ(cx) = cφ(x), c > 0, to the space coordinates without forming them.
 
     The direction becomes that of φ(u), and ln sinh a gains ln‖φ(u)‖; φ(u) = 0 gives the origin.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.homogeneous_activation(x, torch.relu).u.min() >= 0
+        tensor(True)
     """
     ((a, u),) = promote(x)
     mapped = activation(u)
@@ -105,6 +126,12 @@ def max_pool2d(x: PointLike, kernel_size: int, stride: int | None = None) -> Poi
 
     Points (batch, height, width), (batch, height, width, n). Radii are limited to twice
     `radius_limit`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> image = lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))
+        >>> lorentz.max_pool2d(image, 2).u.shape
+        torch.Size([1, 2, 2, 3])
     """
     ((a, u),) = promote(x)
     space = channels_first(unit_space(a, u))
@@ -112,7 +139,14 @@ def max_pool2d(x: PointLike, kernel_size: int, stride: int | None = None) -> Poi
 
 
 def centroid_pool2d(x: PointLike, kernel_size: int) -> Point:
-    """The centroids of windows that tile the image."""
+    """The centroids of windows that tile the image (batch, height, width), …; else ValueError.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> image = lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))
+        >>> lorentz.centroid_pool2d(image, 2).u.shape
+        torch.Size([1, 2, 2, 3])
+    """
     ((a, u),) = promote(x)
     _, height, width = a.shape
     if height % kernel_size or width % kernel_size:
@@ -147,6 +181,12 @@ def upsample2x(x: PointLike) -> Point:
 
     Points (batch, height, width), (batch, height, width, n) → (batch, 2·height, 2·width), ….
     Radii are limited to `radius_limit`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> image = lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))
+        >>> lorentz.upsample2x(image).u.shape
+        torch.Size([1, 8, 8, 3])
     """
     ((a, u),) = promote(x)
     a = limit_radius(a)
@@ -189,6 +229,12 @@ def concatenate(*points: PointLike) -> Point:
     """Lorentz direct concatenation: space coordinates side by side, (…, n), (…, m) → (…, n + m).
 
     Radii are limited to twice `radius_limit`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(5, 3))
+        >>> lorentz.concatenate(x, x).u.shape
+        torch.Size([5, 6])
     """
     spaces = [unit_space(*promote(point)[0]) for point in points]
     return from_unit_space(torch.cat(spaces, -1))
