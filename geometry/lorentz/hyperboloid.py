@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .layers.curvature import Curvature, as_curvature_module
 from .layers.embedding import LorentzEmbedding
+from .layers.sites import NoSites
 from .ops.coordinates import (
     from_ambient,
     from_poincare,
@@ -24,7 +23,7 @@ from .ops.point import Point, PointLike
 from .optim.manifold import LorentzManifold, LorentzParameter, pack
 
 
-class Lorentz(nn.Module):
+class Lorentz(NoSites):
     """The hyperboloid ⟨x, x⟩ = −x₀² + x₁² + … = −k of curvature −1/k, with the names and the ambient
     tensors (…, 1 + n), time first, of `geoopt.Lorentz`.
 
@@ -39,6 +38,13 @@ class Lorentz(nn.Module):
 
     Raises:
         ValueError: k is not positive and finite.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> manifold = lorentz.Lorentz(k=1.0)
+        >>> p, q = manifold.random_normal(2, 100, 6)
+        >>> manifold.dist(p, q).shape
+        torch.Size([100])
     """
 
     def __init__(self, k: float | Curvature = 1.0, *, learnable: bool = False) -> None:
@@ -180,10 +186,6 @@ class Lorentz(nn.Module):
         return self.expmap0(std * torch.randn(*size, dtype=dtype, device=device))
 
     random = random_normal
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """No matrix, no site."""
-        return []
 
     def extra_repr(self) -> str:
         return f"k={float(self.k.detach()):g}"

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_count
 from ..ops.distance import mlr_logits
 from ..ops.maps import log_map_origin
 from ..ops.point import PointLike, promote
-from .checks import check_sizes
 from .curvature import Curvature, as_curvature_module
+from .sites import NoSites
 
 
-class LorentzMLR(nn.Module):
+class LorentzMLR(NoSites):
     """Classification head on points: one hyperplane per class.
 
     Args:
@@ -23,13 +24,22 @@ class LorentzMLR(nn.Module):
         num_classes: C.
         k: curvature −1/k, a number or a shared `Curvature`.
 
-    Parameters: `weight` (C, n), the normals, a Euclidean matrix without a live matrix path (its
+    Parameters: `weight` (C, n), the normals, a Euclidean matrix that is no observation site (its
     product with the input is a distance, not a linear map), and `shift` (C,).
+
+    Raises:
+        ValueError: a size below 1, or points of another dimension.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.LorentzMLR(8, num_classes=3)(lorentz.exp_map_origin(torch.randn(5, 8))).shape
+        torch.Size([5, 3])
     """
 
     def __init__(self, features: int, num_classes: int, *, k: float | Curvature = 1.0) -> None:
         super().__init__()
-        check_sizes(features=features, num_classes=num_classes)
+        check_count("features", features)
+        check_count("num_classes", num_classes)
         self.features, self.num_classes = features, num_classes
         self.curvature = as_curvature_module(k)
         self.weight = nn.Parameter(torch.empty(num_classes, features))
@@ -51,10 +61,6 @@ class LorentzMLR(nn.Module):
             a, u = a.unsqueeze(0), u.unsqueeze(0)
         logits = mlr_logits((a, u), self.weight, self.shift, k=self.curvature())
         return logits.squeeze(0) if single else logits
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """No linear map, no site."""
-        return []
 
     def extra_repr(self) -> str:
         return f"{self.features} → {self.num_classes} classes"

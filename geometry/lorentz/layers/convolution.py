@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...checks import check_choice, check_count, check_number
 from ..ops.coordinates import from_space, to_space, unit_space
 from ..ops.point import Point, PointLike, promote, without_autocast
 from ..ops.scalar import arcosh1p, asinh_exp, limit_radius, log_of_norm, norm_and_direction
@@ -21,7 +22,6 @@ from ..ops.space import (
     homogeneous_activation,
     max_pool2d,
 )
-from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .radius import anchored_log_radius
 
@@ -53,6 +53,15 @@ class PolarConv2d(nn.Module):
     Radii are limited to `radius_limit`. Parameters: `direction.weight` (n′ + 1, n, height, width),
     or n′, a Euclidean kernel and the layer's observation site, whose last row is φ, 0 at the
     start; `time_weight` (n′,) and the radius parameters of `PolarLinear`.
+
+    Raises:
+        ValueError: a size below 1, another rule, or points of another shape.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> image = lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))
+        >>> lorentz.PolarConv2d(3, 6, 3, padding=1)(image).u.shape
+        torch.Size([1, 4, 4, 6])
     """
 
     def __init__(
@@ -68,16 +77,12 @@ class PolarConv2d(nn.Module):
         radius: str = "anchored",
     ) -> None:
         super().__init__()
-        if radius not in ("anchored", "lorentz"):
-            raise ValueError(f"radius must be 'anchored' or 'lorentz', got {radius!r}")
-        check_sizes(in_channels=in_channels, out_channels=out_channels)
-        for name, value in (
-            ("kernel_size", kernel_size),
-            ("stride", stride),
-            ("dilation", dilation),
-        ):
+        check_choice("radius", radius, ("anchored", "lorentz"))
+        sizes = {"in_channels": in_channels, "out_channels": out_channels}
+        sizes |= {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        for name, value in sizes.items():
             for side in value if isinstance(value, tuple) else (value,):
-                check_sizes(**{name: side})
+                check_count(name, side)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.curvature = as_curvature_module(k)
         self.radius_rule = radius
@@ -165,7 +170,13 @@ class PolarConv2d(nn.Module):
 
 
 class PolarReLU(nn.Module):
-    """relu on the space coordinates: direction relu(u), ln sinh a + ln‖relu(u)‖."""
+    """relu on the space coordinates: direction relu(u), ln sinh a + ln‖relu(u)‖.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarReLU()(lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))).u
+        tensor([1., 0.])
+    """
 
     def forward(self, x: PointLike) -> Point:
         """Points to points of the same shapes."""
@@ -176,6 +187,12 @@ class SpaceActivation(nn.Module):
     """Any function of the space coordinates that keeps their shape, e.g. `gelu` or `tanh`.
 
     Radii are limited to twice `radius_limit`, where the space coordinates stay finite.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> activation = lorentz.SpaceActivation(torch.nn.functional.gelu)
+        >>> activation(lorentz.exp_map_origin(torch.randn(5, 3))).u.shape
+        torch.Size([5, 3])
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], *, k: float | Curvature = 1.0) -> None:
@@ -190,11 +207,18 @@ class SpaceActivation(nn.Module):
 
 
 class PolarDropout(nn.Module):
-    """Dropout on the space coordinates."""
+    """Dropout on the space coordinates, of probability p in [0, 1] (else ValueError).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarDropout(0.1)(lorentz.exp_map_origin(torch.randn(5, 3))).u.shape
+        torch.Size([5, 3])
+    """
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(check_number("p", p, low=0.0, high=1.0))
+        check_number("p", p, 0.0)
+        self.dropout = nn.Dropout(p)
 
     def forward(self, x: PointLike) -> Point:
         """Points to points of the same shapes; the identity in evaluation."""
@@ -204,26 +228,31 @@ class PolarDropout(nn.Module):
 
 
 class PolarMaxPool2d(nn.Module):
-    """`max_pool2d` as a module."""
+    """`max_pool2d` as a module: (batch, height, width), … to a smaller image.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarMaxPool2d(2)(lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))).u.shape
+        torch.Size([1, 2, 2, 3])
+    """
 
     def __init__(self, kernel_size: int = 2) -> None:
         super().__init__()
-        check_sizes(kernel_size=kernel_size)
+        check_count("kernel_size", kernel_size)
         self.kernel_size = kernel_size
 
     def forward(self, x: PointLike) -> Point:
-        """Points of an image to points of a smaller one."""
         return max_pool2d(x, self.kernel_size)
 
 
-class CentroidPool2d(nn.Module):
-    """`centroid_pool2d` as a module."""
+class CentroidPool2d(PolarMaxPool2d):
+    """`centroid_pool2d` as a module: (batch, height, width), … to a smaller image.
 
-    def __init__(self, kernel_size: int = 2) -> None:
-        super().__init__()
-        check_sizes(kernel_size=kernel_size)
-        self.kernel_size = kernel_size
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.CentroidPool2d(2)(lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))).u.shape
+        torch.Size([1, 2, 2, 3])
+    """
 
     def forward(self, x: PointLike) -> Point:
-        """Points of an image to points of a smaller one."""
         return centroid_pool2d(x, self.kernel_size)

@@ -18,6 +18,16 @@ class Curvature(nn.Module):
     Args:
         k: the initial value.
         learnable: whether ln k is a parameter.
+
+    Raises:
+        ValueError: k is not positive and finite.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> k = lorentz.Curvature(2.0, learnable=False)
+        >>> layer, head = lorentz.PolarLinear(8, 4, k=k), lorentz.LorentzMLR(4, 3, k=k)
+        >>> k()
+        tensor(2., dtype=torch.float64)
     """
 
     undecayed_parameters = ("log_k",)

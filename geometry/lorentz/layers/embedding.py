@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_count, check_number
 from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.maps import exp_map_origin
 from ..ops.point import Point, PointLike, promote
 from ..ops.scalar import norm_and_direction
 from ..optim.manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
-from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .linear import PolarLinear
+from .sites import NoSites
 
 
-class LorentzEmbedding(KeepsManifold):
+class LorentzEmbedding(NoSites, KeepsManifold):
     """A table of points, one per token: the parameter lives on the manifold.
 
     Args:
@@ -32,10 +33,18 @@ class LorentzEmbedding(KeepsManifold):
         decay: what weight decay does, see `LorentzManifold`.
 
     `weight` is a `LorentzParameter` (num_embeddings, 1 + n). Reading it makes directions unit
-    again, so that an average of parameters (EMA) is read as points, too. Radii below 0 and
-    directions longer than 1 are no average of points: an optimizer that knows nothing of the
-    manifold made them, and `forward` warns once. A state dict holds k beside the points, and
-    loading points of another fixed k is refused.
+    again, so that an average of parameters (EMA) is read as points, too. Where an optimizer of flat
+    space has moved the points off the manifold, `forward` warns once. A state dict holds k beside
+    the points.
+
+    Raises:
+        ValueError: sizes, `padding_idx` or `decay` that make no sense.
+        RuntimeError: from `load_state_dict`, for points of another fixed k.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.LorentzEmbedding(1000, 5)(torch.tensor([[3, 7]])).u.shape
+        torch.Size([1, 2, 5])
     """
 
     weight: LorentzParameter
@@ -51,9 +60,10 @@ class LorentzEmbedding(KeepsManifold):
         decay: str = "centroid",
     ) -> None:
         super().__init__()
-        check_sizes(num_embeddings=num_embeddings, features=features)
-        self.num_embeddings, self.features = num_embeddings, features
-        self.std = check_number("std", std, low=0.0)
+        check_count("num_embeddings", num_embeddings)
+        check_count("features", features)
+        check_number("std", std, 0.0)
+        self.num_embeddings, self.features, self.std = num_embeddings, features, std
         self.curvature = as_curvature_module(k)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -117,19 +127,10 @@ class LorentzEmbedding(KeepsManifold):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "k"] = self.curvature().detach()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
         key = prefix + "k"
-        lists = missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        *_, unexpected_keys, error_msgs = arguments
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         # A learned k is loaded as a parameter; files of before k was saved have no such entry.
@@ -142,10 +143,6 @@ class LorentzEmbedding(KeepsManifold):
                 f"{key}: the points were saved with k = {saved:g}, this embedding has k = {own:g};"
                 " build it with the k they were trained with"
             )
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """A table of points, no linear map: no site."""
-        return []
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.features}"
@@ -160,6 +157,15 @@ class PatchEmbedding(nn.Module):
         features: n.
         k: curvature −1/k, a number or a shared `Curvature`.
         radius, radius_std: the radius rule, see `PolarLinear`.
+
+    Raises:
+        ValueError: a size below 1, or images that patches do not tile.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> layer = lorentz.PatchEmbedding(in_channels=3, patch_size=4, features=8)
+        >>> layer(torch.randn(2, 3, 8, 8)).u.shape
+        torch.Size([2, 4, 8])
     """
 
     layer = PolarLinear
@@ -175,7 +181,8 @@ class PatchEmbedding(nn.Module):
         radius_std: float = 0.0,
     ) -> None:
         super().__init__()
-        check_sizes(in_channels=in_channels, patch_size=patch_size)
+        check_count("in_channels", in_channels)
+        check_count("patch_size", patch_size)
         self.in_channels, self.patch_size = in_channels, patch_size
         self.curvature = as_curvature_module(k)
         self.projection = self.layer(
@@ -214,7 +221,13 @@ class PatchEmbedding(nn.Module):
 
 def sine_cosine_table(positions: int | tuple[int, int], features: int) -> Tensor:
     """Fixed sine-cosine positions (Vaswani et al. 2017): (positions, n), or (rows·columns, n) with
-    half of the components for each grid axis."""
+    half of the components for each grid axis. n must be even, on a grid divisible by 4: ValueError.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.sine_cosine_table((2, 3), features=8).shape
+        torch.Size([6, 8])
+    """
     if isinstance(positions, tuple):
         if features % 4:
             raise ValueError(f"a two-dimensional table needs n divisible by 4, got {features}")
@@ -230,7 +243,7 @@ def sine_cosine_table(positions: int | tuple[int, int], features: int) -> Tensor
     return torch.cat([angle.sin(), angle.cos()], -1).float()
 
 
-class PositionTable(nn.Module):
+class PositionTable(NoSites):
     """Absolute positions, added to the space coordinates (in units of √k).
 
     Args:
@@ -238,6 +251,14 @@ class PositionTable(nn.Module):
         features: n.
         learned: a learned table, normal with `std`; otherwise sine-cosine times `std`, fixed.
         std: scale of the table.
+
+    Raises:
+        ValueError: a size below 1, or other tokens or features than the table's.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PositionTable(5, 8)(lorentz.exp_map_origin(torch.randn(4, 5, 8))).u.shape
+        torch.Size([4, 5, 8])
     """
 
     table: Tensor
@@ -255,8 +276,9 @@ class PositionTable(nn.Module):
         count = (
             num_positions if isinstance(num_positions, int) else num_positions[0] * num_positions[1]
         )
-        check_sizes(num_positions=count, features=features)
-        check_number("std", std, low=0.0)
+        check_count("num_positions", count)
+        check_count("features", features)
+        check_number("std", std, 0.0)
         if learned:
             self.table = nn.Parameter(std * torch.randn(count, features))
         else:
@@ -270,7 +292,3 @@ class PositionTable(nn.Module):
                 f"expected {tuple(self.table.shape)} tokens and features, got {tuple(u.shape[-2:])}"
             )
         return from_unit_space(unit_space(a, u) + self.table.to(u.dtype))
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """No matrix, no site."""
-        return []

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_choice, check_count, check_number
 from ..ops.coordinates import klein_row
 from ..ops.point import Point, PointLike, promote, radius_limit, without_autocast
 from ..ops.scalar import asinh_exp, log_cosh, log_of_norm, norm_and_direction
-from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
 from .radius import RadiusRule, anchored_log_radius, make_radius_rule
 
@@ -66,7 +66,15 @@ class PolarLinear(nn.Module):
         init: "xavier" for MLPs and embeddings or "orthogonal" for attention, as in the paper.
 
     For the optimizer: `direction.weight` (n′ × (n+1), time column first) is a Euclidean matrix
-    with a live matrix path and the layer's observation site; the other parameters are vectors.
+    and the layer's observation site; the other parameters are vectors.
+
+    Raises:
+        ValueError: a size below 1, an option that does not exist, or points of another dimension.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarLinear(8, 4)(lorentz.exp_map_origin(torch.randn(5, 8))).u.shape
+        torch.Size([5, 4])
     """
 
     radius_offset: Tensor
@@ -84,10 +92,10 @@ class PolarLinear(nn.Module):
         init: str = "xavier",
     ) -> None:
         super().__init__()
-        check_sizes(in_features=in_features, out_features=out_features)
-        check_number("radius_std", radius_std, low=0.0)
-        if init not in ("xavier", "orthogonal"):
-            raise ValueError(f"init must be 'xavier' or 'orthogonal', got {init!r}")
+        check_count("in_features", in_features)
+        check_count("out_features", out_features)
+        check_number("radius_std", radius_std, 0.0)
+        check_choice("init", init, ("xavier", "orthogonal"))
         self.in_features, self.out_features = in_features, out_features
         self.curvature = as_curvature_module(k)
         self.direction = DirectionMap(in_features, out_features)
@@ -171,13 +179,13 @@ class PolarLinear(nn.Module):
         )
 
     def shift_log_radius_(self, shift: Tensor) -> None:
-        """Move the offset φ₀ by a number: what calibration does."""
+        """Move the offset φ₀ by a number."""
         with torch.no_grad():
             self.radius_offset.add_(shift.to(self.radius_offset.dtype))
             self.calibrated.fill_(True)
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """The direction map reads the nonlinear representation (1, χ)."""
+        """The direction map, which reads (1, χ)."""
         return [self.direction]
 
     def extra_repr(self) -> str:
@@ -193,6 +201,11 @@ class PolarMLP(nn.Module):
         k: curvature −1/k, a number or a shared `Curvature`.
         activation: applied to the space coordinates of the hidden layer.
         radius, radius_std: the radius rule of both layers, see `PolarLinear`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarMLP(8, 32)(lorentz.exp_map_origin(torch.randn(5, 8))).u.shape
+        torch.Size([5, 8])
     """
 
     layer = PolarLinear
@@ -222,5 +235,5 @@ class PolarMLP(nn.Module):
         return self.second(self.first(x))
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """Both direction maps: each layer's radius and direction are nonlinear in its input."""
+        """Both direction maps."""
         return [self.first.direction, self.second.direction]

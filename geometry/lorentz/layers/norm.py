@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_count, check_number
 from ..ops.centroid import centroid
 from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.gyro import gyro_add, gyro_negate, gyro_scale
 from ..ops.maps import exp_map_origin
 from ..ops.point import Point, PointLike, promote
-from .checks import check_number, check_sizes
 from .curvature import Curvature, as_curvature_module
+from .sites import NoSites
 
 
 def read_tokens(
@@ -57,7 +57,7 @@ def token_weights(a: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, T
 
 
 def refuse_causal(is_causal: bool, layer: str) -> None:
-    """Refuse causal use, in words."""
+    """Raise ValueError for causal use."""
     if is_causal:
         raise ValueError(
             f"{layer} takes means over all tokens of a sample, later ones among them: it is not "
@@ -65,7 +65,7 @@ def refuse_causal(is_causal: bool, layer: str) -> None:
         )
 
 
-class GyroLayerNorm(nn.Module):
+class GyroLayerNorm(NoSites):
     """Centre the tokens of a sample at their centroid, rescale to a learned spread, translate.
 
     x̂ = β ⊕ (γ/√(σ² + ε) ⊗ ((⊖x̄) ⊕ x)), σ² the mean squared distance to x̄. At the start γ =
@@ -81,8 +81,16 @@ class GyroLayerNorm(nn.Module):
         eps: ε, in units of squared radius.
 
     Parameters: `log_gain`, the deviation of ln γ from its initial value (a scale parameter, not
-    decayed), and `bias` (n,), the tangent vector at the origin that β is the exponential of: all
-    Euclidean, none a matrix.
+    decayed), and `bias` (n,), the tangent vector at the origin that β is the exponential of.
+
+    Raises:
+        TypeError, ValueError: a mask that is no padding mask, causal use, or another dimension.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(4, 5, 8))
+        >>> lorentz.GyroLayerNorm(8)(x).u.shape
+        torch.Size([4, 5, 8])
     """
 
     initial_log_gain: Tensor
@@ -90,8 +98,9 @@ class GyroLayerNorm(nn.Module):
 
     def __init__(self, features: int, *, k: float | Curvature = 1.0, eps: float = 1e-5) -> None:
         super().__init__()
-        check_sizes(features=features)
-        self.features, self.eps = features, check_number("eps", eps, low=0.0)
+        check_count("features", features)
+        check_number("eps", eps, 0.0)
+        self.features, self.eps = features, eps
         self.curvature = as_curvature_module(k)
         start = self.curvature.initial
         gain = math.sqrt(start) * math.asinh(math.sqrt(features / start))
@@ -135,27 +144,30 @@ class GyroLayerNorm(nn.Module):
             scaled = Point(scaled.a, torch.where((count > 1).unsqueeze(-1), scaled.u, 0.0))
         return gyro_add(exp_map_origin(self.bias.to(a.dtype), k=k), scaled)
 
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """No matrix, no site."""
-        return []
-
     def extra_repr(self) -> str:
         return f"{self.features}"
 
 
-class SpaceLayerNorm(nn.LayerNorm):
+class SpaceLayerNorm(NoSites, nn.LayerNorm):
     """A Euclidean layer norm of the space coordinates (in units of √k): what the ablation of the
     paper starts from. It takes no mean over tokens.
 
     Radii are limited to twice `radius_limit`, where the space coordinates stay finite. Gain and
-    bias are scale parameters, not decayed.
+    bias are scale parameters, not decayed. Masks are checked as in `GyroLayerNorm`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(4, 5, 8))
+        >>> lorentz.SpaceLayerNorm(8)(x).u.shape
+        torch.Size([4, 5, 8])
     """
 
     undecayed_parameters = ("weight", "bias")
 
     def __init__(self, features: int, *, k: object = None, eps: float = 1e-5) -> None:
-        check_sizes(features=features)
-        super().__init__(features, eps=check_number("eps", eps, low=0.0))
+        check_count("features", features)
+        check_number("eps", eps, 0.0)
+        super().__init__(features, eps=eps)
 
     def forward(  # type: ignore[override]
         self, x: PointLike, key_padding_mask: Tensor | None = None
@@ -172,12 +184,8 @@ class SpaceLayerNorm(nn.LayerNorm):
         variance = centred.square().mean(-1, keepdim=True)
         return from_unit_space(centred * torch.rsqrt(variance + eps) * weight + bias)
 
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """No matrix, no site."""
-        return []
 
-
-class PolarBatchNorm2d(nn.Module):
+class PolarBatchNorm2d(NoSites):
     """x ↦ β ⊕ (γ/(δ + ε) ⊗ ((⊖x̄) ⊕ x)), x̄ the centroid of all pixels of the batch.
 
     δ is the *mean distance* to x̄, not a root mean square: as published. Since (⊖x̄) ⊕ x has the
@@ -193,6 +201,15 @@ class PolarBatchNorm2d(nn.Module):
 
     Parameters: `log_gain` (ln γ) and `bias` (n,), the tangent vector at the origin that β is the
     exponential of: scale parameters, never decayed.
+
+    Raises:
+        ValueError: an option that makes no sense, or points of another dimension.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> image = lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))
+        >>> lorentz.PolarBatchNorm2d(3)(image).u.shape
+        torch.Size([1, 4, 4, 3])
     """
 
     running_radius: Tensor
@@ -209,10 +226,12 @@ class PolarBatchNorm2d(nn.Module):
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        check_sizes(channels=channels)
-        self.channels = channels
-        self.momentum = check_number("momentum", momentum, low=0.0, high=1.0)
-        self.eps = check_number("eps", eps, low=0.0)
+        check_count("channels", channels)
+        check_number("momentum", momentum, 0.0)
+        if momentum > 1.0:
+            raise ValueError(f"momentum must be at most 1, got {momentum!r}")
+        check_number("eps", eps, 0.0)
+        self.channels, self.momentum, self.eps = channels, momentum, eps
         self.curvature = as_curvature_module(k)
         self.log_gain = nn.Parameter(torch.zeros(()))
         self.bias = nn.Parameter(torch.zeros(channels))
@@ -258,10 +277,6 @@ class PolarBatchNorm2d(nn.Module):
         self.running_radius.copy_(moved.a)
         self.running_direction.copy_(moved.u)
         self.running_distance.lerp_(distance.detach().to(self.running_distance), self.momentum)
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """No matrix, no site."""
-        return []
 
     def extra_repr(self) -> str:
         return f"{self.channels}"

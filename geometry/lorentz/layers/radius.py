@@ -1,8 +1,12 @@
 """The anchored rule for the output radius of a polar layer (Eq. 8), and those it is compared with (Table 6).
 
 Each of the others maps (ln(‖h‖/√k), a, χ, u) of the layer's output before normalisation and of its input to
-ℓ = ln sinh a′. All but `HardBound` start from a random point. They exist to be compared with the
-anchored rule, and fall short of it.
+ℓ = ln sinh a′. All but `HardBound` start from a random point.
+
+Example:
+    >>> import torch, rpt.geometry.lorentz as lorentz
+    >>> lorentz.RADIUS_RULES[:3]
+    ('anchored', 'lorentz', 'power')
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_choice
 from ..ops.scalar import asinh_exp, log_sinh
 
 RADIUS_RULES = (
@@ -29,12 +34,8 @@ def anchored_log_radius(
     log_norm: Tensor, a: Tensor, by_direction: Tensor, *, power_change: Tensor, gain: Tensor,
     bias: Tensor,
 ) -> Tensor:  # fmt: skip
-    """ℓ = β ln(‖h‖/√k) + λa + φᵀχ + φ₀ (Polar-ViT paper, Eq. 8), β = 1 + `power_change`.
-
-    Args:
-        log_norm, a, by_direction: ln(‖h‖/√k), the input radius and φᵀχ, each (…).
-        power_change, gain, bias: β − 1, λ and φ₀, 0-d, of any floating dtype.
-    """
+    """ℓ = β ln(‖h‖/√k) + λa + φᵀχ + φ₀ (Polar-ViT paper, Eq. 8), β = 1 + `power_change`; φᵀχ is
+    `by_direction`."""
     power = 1.0 + power_change.to(a.dtype)
     return power * log_norm + gain.to(a.dtype) * a + by_direction + bias.to(a.dtype)
 
@@ -50,13 +51,12 @@ class RadiusRule(nn.Module):
 class FreePower(RadiusRule):
     """ℓ = β ln(‖h‖/√k) + φ₀ with β drawn around 1 with standard deviation ½."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.power = nn.Parameter(1.0 + 0.5 * torch.randn(()))
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:
-        """Return ln sinh a′."""
         return self.power.to(a.dtype) * log_norm + self.bias.to(a.dtype)
 
 
@@ -75,7 +75,6 @@ class Affine(RadiusRule):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:
-        """Return ln sinh a′."""
         read = chi if self.klein else u
         radius = self.gain.to(a.dtype) * a + (read * self.direction.to(a.dtype)).sum(-1)
         return log_sinh(nn.functional.softplus(radius + self.bias.to(a.dtype)) + 1e-6)
@@ -95,7 +94,6 @@ class SigmoidBounded(RadiusRule):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:
-        """Return ln sinh a′."""
         logit = (chi * self.direction.to(a.dtype)).sum(-1) + self.bias.to(a.dtype)
         # cosh² − 1 = (cosh − 1)(cosh + 1): from the logarithm of cosh − 1, which may be tiny.
         log_rise = self.log_scale.to(a.dtype) + nn.functional.logsigmoid(logit)
@@ -105,28 +103,17 @@ class SigmoidBounded(RadiusRule):
 class HardBound(RadiusRule):
     """The plain Lorentz layer cut at a′ = 4: no gradient beyond."""
 
-    limit = 4.0
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-
     def forward(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:
-        """Return ln sinh a′."""
-        return log_sinh(asinh_exp(log_norm).clamp(max=self.limit))
+        return log_sinh(asinh_exp(log_norm).clamp(max=4.0))
 
 
 def make_radius_rule(name: str, features: int) -> RadiusRule | None:
-    """The rule of this name for inputs of dimension n; None for the two that `PolarLinear` holds.
-
-    Raises:
-        ValueError: no such rule.
-    """
-    if name not in RADIUS_RULES:
-        raise ValueError(f"radius must be one of {', '.join(RADIUS_RULES)}, got {name!r}")
+    """The rule of this name for inputs of dimension n; None for the two that `PolarLinear` holds."""
+    check_choice("radius", name, RADIUS_RULES)
     if name == "power":
-        return FreePower(features)
+        return FreePower()
     if name in ("affine_klein", "affine_direction"):
         return Affine(features, klein=name == "affine_klein")
     if name == "sigmoid":
         return SigmoidBounded(features)
-    return HardBound(features) if name == "bounded" else None
+    return HardBound() if name == "bounded" else None

@@ -37,9 +37,8 @@ def calibrate_(model: nn.Module, batch: Any, target_radius: float = 1.0) -> nn.M
 
     Runs the model once, without gradients and in evaluation mode, on one batch; each layer, in the
     order it is called, is moved so that its output's mean ln sinh a is ln sinh(target/√k), before
-    the next layer sees it. A layer called more than once is calibrated at its first call. This is
-    never done by `forward` itself; `layer.calibrated` is a buffer that says whether it happened,
-    and is saved with the model.
+    the next layer sees it. A layer called more than once is calibrated at its first call.
+    `layer.calibrated`, a saved buffer, says whether it happened.
 
     Args:
         model: contains `PolarLinear` layers.
@@ -51,34 +50,33 @@ def calibrate_(model: nn.Module, batch: Any, target_radius: float = 1.0) -> nn.M
 
     Raises:
         ValueError: the target is not positive, or the model has nothing to calibrate.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> layer = lorentz.calibrate_(lorentz.PolarLinear(8, 4), lorentz.exp_map_origin(torch.randn(5, 8)))
+        >>> layer.calibrated
+        tensor(True)
     """
     if not (target_radius > 0 and math.isfinite(target_radius)):
         raise ValueError(f"target_radius must be positive and finite, got {target_radius!r}")
     layers = [m for m in model.modules() if isinstance(m, PolarLinear | HeadGain)]
     if not layers:
         raise ValueError("the model has no PolarLinear or HeadGain to calibrate")
-    # One value read on the host per curvature: calibration happens once.
-    default = target_radius / _root_of_first(layers)
+    default = next((m.curvature for m in layers if isinstance(m, PolarLinear)), Curvature(1.0))
     done: set[int] = set()
 
     def hook(layer: nn.Module, _: Any, output: Point | Tensor) -> Point | Tensor | None:
         if id(layer) in done:
             return None
         done.add(id(layer))
-        target = default
-        if isinstance(layer, PolarLinear):
-            target = target_radius / math.sqrt(float(layer.curvature()))
         assert isinstance(layer, PolarLinear | HeadGain)
-        if isinstance(output, Tensor):
-            curvature = layer.curvature
-            assert isinstance(curvature, Curvature)
-            k = curvature()
-            shift, moved = _shift(from_ambient(output, k=k), target, isinstance(layer, HeadGain))
-            layer.shift_log_radius_(shift)
-            return to_ambient(moved, k=k)
-        shift, moved = _shift(output, target, isinstance(layer, HeadGain))
+        # `HeadGain` has none of its own. The value is read on the host: calibration happens once.
+        k = getattr(layer, "curvature", default)()
+        point = from_ambient(output, k=k) if isinstance(output, Tensor) else output
+        target = target_radius / math.sqrt(float(k))
+        shift, moved = _shift(point, target, isinstance(layer, HeadGain))
         layer.shift_log_radius_(shift)
-        return moved
+        return to_ambient(moved, k=k) if isinstance(output, Tensor) else moved
 
     handles = [layer.register_forward_hook(hook) for layer in layers]
     training = [(m, m.training) for m in model.modules()]
@@ -94,10 +92,3 @@ def calibrate_(model: nn.Module, batch: Any, target_radius: float = 1.0) -> nn.M
         for module, mode in training:
             module.training = mode
     return model
-
-
-def _root_of_first(layers: list[PolarLinear | HeadGain]) -> float:
-    for layer in layers:
-        if isinstance(layer, PolarLinear):
-            return math.sqrt(float(layer.curvature()))
-    return 1.0

@@ -1,11 +1,16 @@
-"""What a vision transformer here is made of: sizes, components, and the paper's ablations."""
+"""What a vision transformer here is made of: sizes, components, and the paper's ablations.
+
+Example:
+    >>> import torch, rpt.geometry.lorentz as lorentz
+    >>> lorentz.SIZES["tiny"]["depth"], len(lorentz.ABLATION), len(lorentz.RADIUS_ABLATION)
+    (9, 7, 8)
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ..layers.checks import check_number, check_sizes
+from ...checks import check_choice, check_count, check_number
 from ..layers.radius import RADIUS_RULES
 
 # Polar-ViT paper, App. D.3 and D.4.
@@ -57,6 +62,12 @@ class ViTConfig:
 
     Raises:
         ValueError: a choice that does not exist, or sizes that do not fit.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> config = lorentz.ViTConfig(num_classes=10, image_size=8, depth=1, readout="class_token")
+        >>> lorentz.PolarViT(config)(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 10])
     """
 
     num_classes: int
@@ -83,15 +94,13 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
-        sizes = ("num_classes", "depth", "in_channels", "patch_size", "image_size", "width")
-        check_sizes(**{name: getattr(self, name) for name in (*sizes, "num_heads", "mlp_width")})
+            check_choice(name, getattr(self, name), choices)
+        for name in ("num_classes", "image_size", "patch_size", "in_channels", *SIZES["tiny"]):
+            check_count(name, getattr(self, name))
         for name in ("alpha", "initial_rate"):
             check_number(name, getattr(self, name))
-        check_number("radius_std", self.radius_std, low=0.0)
-        if not (self.k > 0 and math.isfinite(self.k)):
-            raise ValueError(f"k must be positive and finite, got {self.k!r}")
+        check_number("radius_std", self.radius_std, 0.0)
+        check_number("k", self.k, above=0.0)
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size={self.patch_size} does not tile image_size={self.image_size}"

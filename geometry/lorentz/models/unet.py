@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..layers.checks import check_sizes
+from ...checks import check_count
 from ..layers.convolution import PolarConv2d, PolarReLU
 from ..layers.curvature import Curvature
 from ..layers.norm import PolarBatchNorm2d
+from ..layers.sites import NoSites
 from ..ops.maps import exp_map_origin, log_map_origin
 from ..ops.space import channels_first, channels_last, concatenate, max_pool2d, upsample2x
 
@@ -69,12 +70,8 @@ class PolarUNetStage(nn.Module):
         """Points (batch, height, width), … to points of the same size."""
         return self.parts(x)
 
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """The convolutions declare their kernels."""
-        return []
 
-
-class PolarUNet(nn.Module):
+class PolarUNet(NoSites):
     """The U-Net of the paper's segmentation benchmark: 215.9 K parameters at its defaults.
 
     Encoder stages of `channels`, max pooling after each, a bottom stage of the last width;
@@ -88,7 +85,14 @@ class PolarUNet(nn.Module):
         k: initial curvature −1/k, shared by all layers.
         learnable_curvature: whether k is learned.
 
-    Images must have sides divisible by 2 to the number of levels.
+    Raises:
+        ValueError: widths that make no sense, or images whose sides are not divisible by 2 to the
+            number of levels.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarUNet(in_channels=3, channels=(4, 8))(torch.rand(1, 3, 8, 8)).shape
+        torch.Size([1, 2, 8, 8])
     """
 
     layers: type[UNetLayers] = UNetLayers
@@ -103,7 +107,8 @@ class PolarUNet(nn.Module):
         learnable_curvature: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(in_channels=in_channels, num_classes=num_classes)
+        check_count("in_channels", in_channels)
+        check_count("num_classes", num_classes)
         if not channels or min(channels) < 1:
             raise ValueError(f"channels must be positive widths, one per level, got {channels!r}")
         self.in_channels, self.num_classes, self.channels = in_channels, num_classes, list(channels)
@@ -147,10 +152,6 @@ class PolarUNet(nn.Module):
             x = stage(layers.join(skip, layers.upsample(x, k), k))
         return channels_first(layers.write(self.output(x), k))
 
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """Nothing of its own: the convolutions declare their kernels."""
-        return []
-
 
 def _overlaps(probabilities: Tensor, target: Tensor, smooth: float) -> Tensor:
     """Dice per class over the whole batch, (C,)."""
@@ -170,13 +171,28 @@ def dice_score(logits: Tensor, target: Tensor, *, smooth: float = 1e-6) -> Tenso
         logits: (batch, C, height, width).
         target: integer classes (batch, height, width).
         smooth: counts an absent and not predicted class as 1.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> logits, target = torch.tensor([[[[9.0]], [[-9.0]]]]), torch.zeros(1, 1, 1, dtype=torch.long)
+        >>> lorentz.dice_score(logits, target)
+        tensor(1.)
     """
     predicted = nn.functional.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1)
     return _overlaps(predicted.to(torch.float32), target, smooth).mean()
 
 
 def segmentation_loss(logits: Tensor, target: Tensor, *, smooth: float = 1e-6) -> Tensor:
-    """Dice loss on softmax probabilities plus cross-entropy: the paper's training loss."""
+    """Dice loss on softmax probabilities plus cross-entropy, 0-d: the paper's training loss.
+
+    Arguments as of `dice_score`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> logits, target = torch.tensor([[[[9.0]], [[-9.0]]]]), torch.zeros(1, 1, 1, dtype=torch.long)
+        >>> round(lorentz.segmentation_loss(logits, target).item(), 3)
+        0.008
+    """
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     overlaps = _overlaps(torch.softmax(logits, 1), target, smooth)
     return 1.0 - overlaps.mean() + nn.functional.cross_entropy(logits, target)

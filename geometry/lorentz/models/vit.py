@@ -6,7 +6,6 @@ checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from os import PathLike
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from ..layers.embedding import PatchEmbedding, PositionTable
 from ..layers.linear import PolarMLP
 from ..layers.norm import GyroLayerNorm, SpaceLayerNorm
 from ..layers.residual import BoostResidual, GyroResidual, SpaceResidual
+from ..layers.sites import NoSites
 from ..ops.centroid import centroid
 from ..ops.maps import exp_map_origin
 from ..ops.point import Point
@@ -211,13 +211,6 @@ class PolarViTBlock(nn.Module):
         x = self.residual1(x, self.attention(self.norm1(x), positions=self.positions))
         return self.residual2(x, self.mlp(self.norm2(x)))
 
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """What attention and MLP declare."""
-        return [
-            *self.attention.optimizer_observation_modules(),
-            *self.mlp.optimizer_observation_modules(),
-        ]
-
 
 def _residual(config: ViTConfig, curvature: Curvature, layers: type[PolarLayers]) -> nn.Module:
     if config.residual == "boost":
@@ -252,7 +245,7 @@ def _class_token_positions(config: ViTConfig) -> Tensor:
     return torch.cat([middle, grid])
 
 
-class PolarViT(VisionTransformer):
+class PolarViT(NoSites, VisionTransformer):
     """Polar-ViT, in whole or with any component replaced (`ViTConfig`).
 
     Patches → polar fully connected layer → absolute positions on the space coordinates → blocks →
@@ -266,6 +259,15 @@ class PolarViT(VisionTransformer):
 
     For the optimizer: the `direction.weight` of every polar layer is a Euclidean matrix and an
     observation site; `parameter_groups` spares scales, rates and tables from decay.
+
+    Raises:
+        ValueError: a size that has no name, or images of another size than the configuration's.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> model = lorentz.PolarViT.tiny(num_classes=10, image_size=8, depth=1)
+        >>> model(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 10])
     """
 
     layers: type[PolarLayers] = PolarLayers
@@ -318,7 +320,3 @@ class PolarViT(VisionTransformer):
         if self.class_token is not None:
             return self.layers.first(x)
         return self.layers.pool(x, self.curvature())
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """Nothing of its own: the layers declare their sites."""
-        return []

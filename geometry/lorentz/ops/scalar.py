@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from .point import host_readable, radius_limit
 
 _LN2 = math.log(2.0)
+
+_Scalar: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
@@ -20,71 +24,33 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     return result
 
 
-class _Scalar(torch.autograd.Function):
-    """A function of one tensor with a closed-form derivative, itself differentiable."""
+def _with_slope(slope: Callable[[Tensor, Tensor], Tensor]) -> Callable[[_Scalar], _Scalar]:
+    """Give a function of one tensor its derivative in closed form, `slope(x, value)`, which can be
+    differentiated itself."""
 
-    generate_vmap_rule = True
+    def wrap(function: _Scalar) -> _Scalar:
+        class Closed(torch.autograd.Function):
+            generate_vmap_rule = True
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+            @staticmethod
+            def forward(x: Tensor) -> Tensor:
+                return function(x)
 
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+                ctx.save_for_backward(*inputs, output)
 
-class _LogCosh(_Scalar):
-    @staticmethod
-    def forward(a: Tensor) -> Tensor:
-        return a + torch.log1p(torch.exp(-2.0 * a)) - _LN2
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                return gradient * slope(*ctx.saved_tensors)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (a,) = ctx.saved_tensors
-        return gradient * torch.tanh(a)
+        @functools.wraps(function)
+        def call(x: Tensor) -> Tensor:
+            return Closed.apply(x)
 
+        return call
 
-class _LogSinh(_Scalar):
-    @staticmethod
-    def forward(a: Tensor) -> Tensor:
-        safe = a.clamp(min=0.5)
-        large = safe + torch.log1p(-torch.exp(-2.0 * safe)) - _LN2
-        return torch.where(a < 1.0, torch.log(torch.sinh(a.clamp(0.0, 1.0))), large)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (a,) = ctx.saved_tensors
-        positive = a > 0
-        return torch.where(positive, gradient / torch.tanh(torch.where(positive, a, 1.0)), 0.0)
-
-
-class _AsinhExp(_Scalar):
-    @staticmethod
-    def forward(log_value: Tensor) -> Tensor:
-        large = log_value.clamp(min=0.0)
-        large = large + torch.log1p(torch.sqrt(1.0 + torch.exp(-2.0 * large)))
-        small = torch.asinh(torch.exp(log_value.clamp(max=0.0)))
-        return torch.where(log_value > 0, large, small)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        # e^ℓ/√(1 + e^2ℓ) = tanh arsinh e^ℓ, and 0 at ℓ = −∞.
-        (value,) = ctx.saved_tensors
-        return gradient * torch.tanh(value)
-
-
-class _AsinhOfNorm(_Scalar):
-    """torch's derivative squares the norm, which overflows."""
-
-    @staticmethod
-    def forward(norm: Tensor) -> Tensor:
-        return torch.asinh(norm)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (norm,) = ctx.saved_tensors
-        return gradient / torch.hypot(norm, torch.ones_like(norm))
+    return wrap
 
 
 class _LimitRadius(torch.autograd.Function):
@@ -110,28 +76,44 @@ def limit_radius(a: Tensor, limit: float | None = None) -> Tensor:
     return _LimitRadius.apply(a, radius_limit(a.dtype) if limit is None else limit)
 
 
+@_with_slope(lambda a, value: torch.tanh(a))
 def log_cosh(a: Tensor) -> Tensor:
     """ln cosh a for a ≥ 0, without forming cosh a."""
-    return _LogCosh.apply(a)
+    return a + torch.log1p(torch.exp(-2.0 * a)) - _LN2
 
 
+def _log_sinh_slope(a: Tensor, value: Tensor) -> Tensor:
+    positive = a > 0
+    return torch.where(positive, 1.0 / torch.tanh(torch.where(positive, a, 1.0)), 0.0)
+
+
+@_with_slope(_log_sinh_slope)
 def log_sinh(a: Tensor) -> Tensor:
     """ln sinh a for a > 0 without forming sinh a; at a = 0 the value is −inf, the gradient 0."""
-    return _LogSinh.apply(a)
+    safe = a.clamp(min=0.5)
+    large = safe + torch.log1p(-torch.exp(-2.0 * safe)) - _LN2
+    return torch.where(a < 1.0, torch.log(torch.sinh(a.clamp(0.0, 1.0))), large)
 
 
+# e^ℓ/√(1 + e^2ℓ) = tanh arsinh e^ℓ, and 0 at ℓ = −∞.
+@_with_slope(lambda log_value, value: torch.tanh(value))
 def asinh_exp(log_value: Tensor) -> Tensor:
     """arsinh(e^ℓ): the rescaled radius whose ln sinh is ℓ. ℓ = −inf gives 0 with gradient 0."""
-    return _AsinhExp.apply(log_value)
+    large = log_value.clamp(min=0.0)
+    large = large + torch.log1p(torch.sqrt(1.0 + torch.exp(-2.0 * large)))
+    small = torch.asinh(torch.exp(log_value.clamp(max=0.0)))
+    return torch.where(log_value > 0, large, small)
 
 
+# torch's derivative squares the norm, which overflows.
+@_with_slope(lambda norm, value: 1.0 / torch.hypot(norm, torch.ones_like(norm)))
 def asinh_of_norm(norm: Tensor) -> Tensor:
     """arsinh of a norm, also where its square would overflow."""
-    return _AsinhOfNorm.apply(norm)
+    return torch.asinh(norm)
 
 
 def _root_pieces(c: Tensor) -> tuple[Tensor, Tensor]:
-    """sinh D and D for cosh D = 1 + c, c > 0; the product c(c+2) itself could overflow."""
+    """sinh D and D for cosh D = 1 + c, c ≥ 0; the product c(c+2) itself could overflow."""
     sinh_d = torch.sqrt(c) * torch.sqrt(c + 2.0)
     return sinh_d, torch.log1p(c + sinh_d)
 
@@ -146,40 +128,23 @@ def arcosh1p(c: Tensor) -> Tensor:
 _RATIO = tuple((-1.0) ** (n - 1) * 2.0**n / (n * math.comb(2 * n, n)) for n in range(1, 12))
 
 
-_SERIES_BELOW = 2e-2
-
-
 def sinh_ratio(c: Tensor) -> Tensor:
     """D / sinh D for cosh D = 1 + c, c ≥ 0; smooth at 0, where it is 1."""
-    small = c < _SERIES_BELOW
+    small = c < 2e-2
     sinh_d, d = _root_pieces(torch.where(small, 1.0, c))
     return torch.where(small, _polynomial(torch.where(small, c, 0.0), _RATIO), d / sinh_d)
 
 
-class _SquaredArcosh1p(_Scalar):
-    """D² of c. The derivative 2D/sinh D is finite at c = 0; that of D, then squared, is not."""
-
-    @staticmethod
-    def forward(c: Tensor) -> Tensor:
-        root = torch.sqrt(c)
-        d = torch.log1p(c + root * torch.sqrt(c + 2.0))
-        return d * d
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (c,) = ctx.saved_tensors
-        return gradient * (2.0 * sinh_ratio(c))
-
-
+# 2D/sinh D is finite at c = 0; the derivative of D, then squared, is not.
+@_with_slope(lambda c, value: 2.0 * sinh_ratio(c))
 def squared_arcosh1p(c: Tensor) -> Tensor:
     """arcosh(1 + c)² for c ≥ 0; at c = 0 exactly 0, with gradient 2 (of c itself)."""
-    return _SquaredArcosh1p.apply(c)
+    return _root_pieces(c)[1].square()
 
 
 _COSH = tuple(1.0 / math.factorial(2 * n) for n in range(9))
-
-
 _SINHC = tuple(1.0 / math.factorial(2 * n + 1) for n in range(9))
+_SINHC_SLOPE = tuple(n / math.factorial(2 * n + 1) for n in range(1, 9))
 
 
 def cosh_of_root(z: Tensor) -> Tensor:
@@ -189,43 +154,35 @@ def cosh_of_root(z: Tensor) -> Tensor:
     return torch.where(small, _polynomial(torch.where(small, z, 0.0), _COSH), torch.cosh(root))
 
 
-_SINHC_SLOPE = tuple(n / math.factorial(2 * n + 1) for n in range(1, 9))
+def _sinhc_slope(z: Tensor, sinhc: Tensor) -> Tensor:
+    small = z < 0.5
+    safe = torch.where(small, 1.0, z)
+    series = _polynomial(torch.where(small, z, 0.0), _SINHC_SLOPE)
+    return torch.where(small, series, (torch.cosh(torch.sqrt(safe)) - sinhc) / (2.0 * safe))
 
 
-class _SinhcOfRoot(_Scalar):
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        small = z < 0.5
-        root = torch.sqrt(torch.where(small, 1.0, z))
-        series = _polynomial(torch.where(small, z, 0.0), _SINHC)
-        return torch.where(small, series, torch.sinh(root) / root)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        z, sinhc = ctx.saved_tensors
-        small = z < 0.5
-        safe = torch.where(small, 1.0, z)
-        series = _polynomial(torch.where(small, z, 0.0), _SINHC_SLOPE)
-        slope = (torch.cosh(torch.sqrt(safe)) - sinhc) / (2.0 * safe)
-        return gradient * torch.where(small, series, slope)
-
-
+@_with_slope(_sinhc_slope)
 def sinhc_of_root(z: Tensor) -> Tensor:
     """sinh(√z)/√z for z ≥ 0, smooth at 0 to all orders."""
-    return _SinhcOfRoot.apply(z)
+    small = z < 0.5
+    root = torch.sqrt(torch.where(small, 1.0, z))
+    series = _polynomial(torch.where(small, z, 0.0), _SINHC)
+    return torch.where(small, series, torch.sinh(root) / root)
 
 
-class _HalfSquaredNorm(_Scalar):
-    """½‖x‖²: one pass each way, where x·x takes two and three."""
+class _HalfSquaredNorm(torch.autograd.Function):
+    """One pass each way, where x·x takes two and three."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1)
         return 0.5 * norm * norm
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

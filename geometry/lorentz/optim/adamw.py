@@ -17,6 +17,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     A module names its scale parameters and rates in `undecayed_parameters`; they get weight decay
     0. The radius parameters of `PolarLinear` are deviations from their initial values, so decaying
     them pulls toward those values, and they stay in the first group.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> groups = lorentz.parameter_groups(lorentz.PolarMultiheadAttention(8, 2), weight_decay=0.1)
+        >>> [group["weight_decay"] for group in groups]
+        [0.1, 0.0]
     """
     undecayed: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -48,6 +54,13 @@ class RiemannianAdamW(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: a manifold parameter has a sparse gradient.
+        ValueError: `amsgrad` with manifold parameters, or what `torch.optim.AdamW` refuses.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> table = lorentz.LorentzEmbedding(10, 3)
+        >>> optimizer = lorentz.RiemannianAdamW(table.parameters(), lr=0.1)
+        >>> table(torch.arange(10)).a.sum().backward(); optimizer.step()
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_choice
 from ..ops.coordinates import gradient_from_polar
 from ..ops.maps import exp_map, parallel_transport
 from ..ops.point import Point
@@ -22,12 +23,24 @@ from .riemannian import RiemannianAdamWState, riemannian_adamw_update
 
 
 def pack(x: tuple[Tensor, Tensor]) -> Tensor:
-    """(a, u) or (ξ_r, ξ_⊥) → one tensor (…, 1 + n)."""
+    """(a, u) or (ξ_r, ξ_⊥) → one tensor (…, 1 + n).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.pack(lorentz.exp_map_origin(torch.tensor([3.0, 0.0])))
+        tensor([3., 1., 0.])
+    """
     return torch.cat([x[0].unsqueeze(-1), x[1]], -1)
 
 
 def unpack(packed: Tensor) -> Point:
-    """One tensor (…, 1 + n) → (a, u), or (ξ_r, ξ_⊥), as it is."""
+    """One tensor (…, 1 + n) → (a, u), or (ξ_r, ξ_⊥), as it is.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.unpack(torch.tensor([3.0, 1.0, 0.0]))
+        Point(a=tensor(3.), u=tensor([1., 0.]))
+    """
     return Point(packed[..., 0], packed[..., 1:])
 
 
@@ -40,11 +53,19 @@ class LorentzManifold:
         decay: what weight decay does to a point: "centroid" takes the centroid with the origin
             under the weights (1 − w, w), w = learning rate × weight decay, in polar form (the
             paper's Riemannian AdamW); "geodesic" takes a ← (1 − w) a.
+
+    Raises:
+        ValueError: another rule, or k is not positive and finite.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> points = lorentz.pack(lorentz.exp_map_origin(torch.tensor([3.0, 0.0])))
+        >>> lorentz.LorentzManifold(decay="geodesic").decay(points, 0.5)
+        tensor([1.5000, 1.0000, 0.0000])
     """
 
     def __init__(self, k: float | nn.Module = 1.0, *, decay: str = "centroid") -> None:
-        if decay not in ("centroid", "geodesic"):
-            raise ValueError(f"decay must be 'centroid' or 'geodesic', got {decay!r}")
+        check_choice("decay", decay, ("centroid", "geodesic"))
         if not isinstance(k, nn.Module) and not 0 < k < math.inf:
             raise ValueError(f"k (the curvature is −1/k) must be positive and finite, got {k!r}")
         self.k = k
@@ -118,6 +139,12 @@ class LorentzParameter(nn.Parameter):
     `AveragedModel`. Whatever puts another tensor in its place (`fully_shard`, `to_empty`,
     `load_state_dict(assign=True)`, a conversion under torch's overwrite or swap flags) loses it, unless
     the module that owns it is a `KeepsManifold`, as `LorentzEmbedding` is.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> points = lorentz.pack(lorentz.exp_map_origin(torch.randn(5, 3)))
+        >>> lorentz.LorentzParameter(points, lorentz.LorentzManifold()).manifold
+        LorentzManifold(k=1.0, decay='centroid')
     """
 
     manifold: LorentzManifold
@@ -149,6 +176,13 @@ class KeepsManifold(nn.Module):
     """A module whose points stay points, whatever parameter torch puts in the place of one.
 
     Derive a module of your own that holds a `LorentzParameter` from this class.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> module = lorentz.KeepsManifold()
+        >>> module.points = lorentz.LorentzParameter(torch.zeros(5, 4), lorentz.LorentzManifold())
+        >>> hasattr(module.double().points, "manifold")
+        True
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -222,7 +222,7 @@ def test_configurations_and_images_that_do_not_fit():
         small(patch_size=3)
     with pytest.raises(ValueError, match="divide"):
         small(num_heads=5)
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="at least 1"):
         small(depth=0)
     with pytest.raises(ValueError, match="size must be"):
         lorentz.PolarViT.sized("huge", 10, 32)
