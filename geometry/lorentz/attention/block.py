@@ -26,19 +26,14 @@ _TINY = 1e-30
 
 
 class Values(NamedTuple):
-    """The value points as the sums over them need them.
+    """The value points as the sums over them need them."""
 
-    sinh, falling, u: sinh a and e^−a (…, M), and u (…, M, n).
-    middle: the direction m of their middle, (…, 1, n).
-    columns: what weights are multiplied with, (…, M, n + 3) in float64 where products are taken:
-        sinh(a) u with u made unit there, cosh a, e^−a, 1; else (…, M, n + 2): sinh(a) (u − m),
-        sinh a, 1.
-    """
-
-    sinh: Tensor
-    falling: Tensor
-    u: Tensor
-    middle: Tensor
+    sinh: Tensor  # sinh a (…, M)
+    falling: Tensor  # e^−a (…, M)
+    u: Tensor  # (…, M, n)
+    middle: Tensor  # the direction m of their middle, (…, 1, n)
+    # What weights are multiplied with: sinh(a) u with u made unit, cosh a, e^−a, 1 in float64 where
+    # products are taken; else sinh(a) (u − m), sinh a, 1.
     columns: Tensor
 
     @classmethod
@@ -197,11 +192,9 @@ def _by_weights(upstream: Upstream, value: Values) -> Tensor:
 def _one_side(
     own: ScoreCoordinates, other: ScoreCoordinates, by_c: Tensor, by_c_c: Tensor, centre: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by (level, scale, vector) of one side; the sums over the other share a product.
-
-    Σ_j g β_j (p − q_j) with both centred (Eq. 25); Σ_j g sinh δ_j from Σ_j g e^±σ_j, as exact as
-    the levels are; and α ∂/∂α = Σ_j g (c_ij − (cosh δ_ij − 1)) from the exact c.
-    """
+    """Gradients by (level, scale, vector) of one side; the sums over the other share a product."""
+    # Σ_j g β_j (p − q_j) with both centred (Eq. 25); Σ_j g sinh δ_j from Σ_j g e^±σ_j, as exact as
+    # the levels are; and α ∂/∂α = Σ_j g (c_ij − (cosh δ_ij − 1)) from the exact c.
     rise = torch.exp(other.level).unsqueeze(-1)
     scale = other.scale.unsqueeze(-1)
     columns = [scale * (other.vector - centre), scale, rise, 1.0 / rise, torch.ones_like(rise)]
@@ -225,10 +218,8 @@ def block_gradients(
     p: Tensor,
     upstream: Upstream,
 ) -> BlockGradients:
-    """One block's share of all gradients, given its weights P.
-
-    û counts as constant in F, which is exact: F is stationary in it.
-    """
+    """One block's share of all gradients, given its weights P."""
+    # û counts as constant in F, which is exact: F is stationary in it.
     n = value.u.shape[-1]
     by_p = _by_weights(upstream, value)
     centre = _wide(mean_row(value.u))

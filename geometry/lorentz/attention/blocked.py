@@ -43,8 +43,7 @@ def _weights(scores: BlockScores, gain: Tensor, bias: Bias) -> Tensor:
 
 
 class _AttentionSums(torch.autograd.Function):
-    """(V, F) of all queries. Its gradients have no derivatives of their own: those of the dense
-    path do."""
+    """(V, F) of all queries, once differentiable."""
 
     @staticmethod
     def forward(

@@ -13,27 +13,19 @@ from .scores import ScoreCoordinates
 
 
 class CachedTokens(NamedTuple):
-    """Encoded tokens of one attention layer, M of them.
+    """Encoded tokens of one attention layer, M of them."""
 
-    key, value: (batch, H, M), (batch, H, M, m).
-    padding: (batch, M) as `key_padding_mask`, or None.
-    damaged: (batch, M), True where a token was not finite and is held as the origin; or None.
-    """
-
-    key: ScoreCoordinates
-    value: Point
-    padding: Tensor | None
-    damaged: Tensor | None
+    key: ScoreCoordinates  # (batch, H, M), …
+    value: Point  # (batch, H, M), …
+    padding: Tensor | None  # (batch, M) as `key_padding_mask`
+    damaged: Tensor | None  # (batch, M): was not finite and is held as the origin
 
 
 class PolarCache:
     """Encoded keys and values of the tokens seen so far, for decoding step by step.
 
     Every call of an attention layer with `cache=` adds its new tokens at its end; a call that
-    raises leaves the cache as it was. One cache per layer.
-
-    Attributes:
-        held: the tokens, or None while the cache is empty.
+    raises (as a ValueError for another batch) leaves the cache as it was. One cache per layer.
 
     Example:
         >>> import torch, rpt.geometry.lorentz as lorentz
@@ -52,11 +44,7 @@ class PolarCache:
         return 0 if self.held is None else self.held.value.a.shape[-1]
 
     def joined(self, new: CachedTokens) -> CachedTokens:
-        """The tokens held and new ones; changes nothing. A padding mask may cover all tokens.
-
-        Raises:
-            ValueError: the batch is another than the cache's.
-        """
+        """The tokens held and new ones; changes nothing. A padding mask may cover all tokens."""
         old = self.held
         if old is None:
             return new

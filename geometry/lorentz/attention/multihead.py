@@ -290,15 +290,6 @@ class PolarMultiheadAttention(nn.Module):
         weights = nn.functional.dropout(attention_weights(query, key, gain, bias), dropout)
         return weighted_values(value, weights), weights if need_weights else None
 
-    @property
-    def fused(self) -> bool:
-        """Deprecated: whether `backend` is not "dense"."""
-        return self.backend != "dense"
-
-    @fused.setter
-    def fused(self, value: bool) -> None:
-        self.backend = "auto" if value else "dense"
-
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:
         """The four direction maps: three read the block's input, one the centroids."""
         return [part.direction for part in (self.query, self.key, self.value, self.output)]

@@ -17,17 +17,14 @@ from .radius import RadiusRule, anchored_log_radius, make_radius_rule
 
 
 class DirectionMap(nn.Linear):
-    """The matrix of a PolarLinear: an `nn.Linear` without bias, computed in float32 at least.
-
-    A module of its own, so that an observer sees its input and output, and in float32 also under
-    autocast: a direction rounded to bfloat16 places a point no better than to radius 6.
-    """
+    """The matrix of a PolarLinear, a module of its own so that an observer sees it."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(1 + in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, 1 + n) → (…, n′), time first."""
+        # In float32 also under autocast: bfloat16 directions place a point no better than radius 6.
         with without_autocast(x.device.type):
             return nn.functional.linear(x, self.weight.to(x.dtype))
 
@@ -46,13 +43,10 @@ class PolarLinear(nn.Module):
     which is exactly the Lorentz layer whose space coordinates are h. h = 0 gives the origin, with
     zero gradient.
 
-    The matrix product is taken of x/(√k cosh a) = (1, χ), and ln cosh a is added in the log, so
-    that a radius of any size overflows nothing (for φ the identity, relu or leaky relu; other
-    activations need h itself and limit the input radius to `radius_limit`).
-
-    The radius parameters are stored as deviations from their initial values (β − 1, λ, φ, and φ₀
-    beside the buffer `radius_offset` that `calibrate_` sets), so that any optimizer's weight decay
-    pulls them toward those values.
+    A radius of any size overflows nothing for φ the identity, relu or leaky relu; other activations
+    limit the input radius to `radius_limit`. The radius parameters are stored as deviations from
+    their initial values (φ₀ beside the buffer `radius_offset` that `calibrate_` sets), so that
+    weight decay pulls them toward those values.
 
     Args:
         in_features: n, the dimension of the input points.
@@ -142,6 +136,7 @@ class PolarLinear(nn.Module):
             raise ValueError(
                 f"PolarLinear expects points of dimension {self.in_features}, got {u.shape[-1]}"
             )
+        # W reads x/(√k cosh a) = (1, χ), and ln cosh a is added in the log: nothing overflows.
         row = klein_row(a, u) if row is None else row
         h = self.direction(row)
         if self.homogeneous:

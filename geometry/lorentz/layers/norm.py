@@ -22,13 +22,8 @@ from .sites import NoSites
 def read_tokens(
     key_padding_mask: Tensor | None, layer: str, *points: PointLike
 ) -> list[tuple[Tensor, Tensor]]:
-    """Points (…, P), (…, P, n) in one dtype, padded ones as origins, whatever they held: so nothing
-    of them, NaN included, reaches a mean or a parameter's gradient.
-
-    Raises:
-        TypeError, ValueError: the mask is no (…, P) padding mask. A (tokens, tokens) mask is
-            refused: attention masks have no meaning for a layer that attends to nothing.
-    """
+    """Points (…, P), (…, P, n) in one dtype, padded ones as origins, so that nothing they held, NaN
+    included, reaches a mean or a gradient. What is no (…, P) padding mask is refused."""
     read = promote(*points)
     if key_padding_mask is None:
         return read
@@ -115,13 +110,7 @@ class GyroLayerNorm(NoSites):
         *,
         is_causal: bool = False,
     ) -> Point:
-        """Normalise points (batch, P), (batch, P, n) over P.
-
-        Args:
-            x: the tokens; leading dimensions are free.
-            key_padding_mask: (batch, P) bool, True at padding.
-            is_causal: refused; see above.
-        """
+        """Normalise points (…, P), (…, P, n) over P; the mask (…, P) is True at padding."""
         refuse_causal(is_causal, "GyroLayerNorm")
         ((a, u),) = read_tokens(key_padding_mask, "GyroLayerNorm", x)
         if a.dim() == 0 or u.shape[-1] != self.features:

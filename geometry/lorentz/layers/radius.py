@@ -61,11 +61,7 @@ class FreePower(RadiusRule):
 
 
 class Affine(RadiusRule):
-    """a′ = softplus(λa + φᵀχ + φ₀), or φᵀu in place of φᵀχ; the norm of h has no say.
-
-    Softplus keeps the affine radius positive and its slope 1 far out. λ starts around 1, φ as a
-    linear layer's row.
-    """
+    """a′ = softplus(λa + φᵀχ + φ₀), or φᵀu in place of φᵀχ: positive, and its slope 1 far out."""
 
     def __init__(self, features: int, *, klein: bool) -> None:
         super().__init__()
@@ -81,11 +77,7 @@ class Affine(RadiusRule):
 
 
 class SigmoidBounded(RadiusRule):
-    """cosh a′ = 1 + e^s σ(φᵀχ + φ₀) (Chen et al. 2022): the radius is bounded by a constant.
-
-    Their layer reads the ambient coordinates; the Klein vector is the same up to the time
-    coordinate, and finite at any radius. e^s starts at 10, as there.
-    """
+    """cosh a′ = 1 + e^s σ(φᵀχ + φ₀), bounded (Chen et al. 2022, with χ for ambient coordinates)."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -139,10 +139,7 @@ class VisionTransformer(nn.Module):
 
 
 class PolarLayers:
-    """The layers a model is built from, and the few operations between them.
-
-    A subclass with other layers makes a twin with the same parameters.
-    """
+    """The layers a model is built from, and the operations between them; a subclass makes a twin."""
 
     attention: type[PolarMultiheadAttention] = PolarMultiheadAttention
     mlp: type[PolarMLP] = PolarMLP

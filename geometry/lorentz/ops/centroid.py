@@ -18,11 +18,9 @@ from .scalar import asinh_of_norm, limit_radius, norm_and_direction
 
 
 def point_from_sums(space_sum: Tensor, deficit: Tensor) -> Point:
-    """The centroid from V = Σ w sinh(a) u (…, n) and E + S = T − ‖V‖ (…), T = Σ w cosh a.
-
-    a_μ = arsinh(‖V‖/√((E+S)(T+‖V‖))), and T + ‖V‖ = E + S + 2‖V‖. All-zero sums (no weight at
-    all) give the origin.
-    """
+    """The centroid from V = Σ w sinh(a) u (…, n) and E + S = T − ‖V‖ (…), T = Σ w cosh a; the origin
+    from all-zero sums."""
+    # a_μ = arsinh(‖V‖/√((E+S)(T+‖V‖))), and T + ‖V‖ = E + S + 2‖V‖.
     deficit = deficit + (deficit <= 0)
     norm = norm_and_direction(space_sum)[0]
     total = deficit + 2.0 * norm

@@ -15,6 +15,7 @@ from .point import (
     column,
     is_origin,
     promote,
+    promote_vectors,
     radius_limit,
     square_root,
 )
@@ -74,9 +75,7 @@ def from_space(space: Tensor, *, k: float | Tensor = 1.0) -> Point:
         >>> lorentz.from_space(torch.zeros(2))
         Point(a=tensor(0.), u=tensor([0., 0.]))
     """
-    if not space.is_floating_point():
-        raise TypeError(f"space coordinates must be floating point, got {space.dtype}")
-    space = space.to(torch.promote_types(space.dtype, torch.float32))
+    space = promote_vectors(space, "space coordinates")
     return from_unit_space(space / column(square_root(check_curvature(k, space))))
 
 
@@ -141,9 +140,7 @@ def from_poincare(p: Tensor, *, k: float | Tensor = 1.0) -> Point:
         >>> lorentz.from_poincare(lorentz.to_poincare(x)).u.allclose(x.u)
         True
     """
-    if not p.is_floating_point():
-        raise TypeError(f"coordinates must be floating point, got {p.dtype}")
-    p = p.to(torch.promote_types(p.dtype, torch.float32))
+    p = promote_vectors(p, "coordinates")
     # At the origin the space coordinates are twice those of the ball.
     length, direction = norm_and_direction(
         p / column(square_root(check_curvature(k, p))), at_zero=0.5

@@ -45,11 +45,9 @@ def mean_row(x: Tensor) -> Tensor:
 
 
 def chord_gradients(gradient: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of Σ g_ij ½‖p_i − q_j‖² by p and q (Polar-ViT paper, Eq. 25).
-
-    Row sum and product nearly cancel for neighbours. Both sides are centred first, which helps one
-    cluster, and float32 on a CPU is computed in float64, which helps several.
-    """
+    """Gradients of Σ g_ij ½‖p_i − q_j‖² by p and q (Polar-ViT paper, Eq. 25)."""
+    # Row sum and product nearly cancel for neighbours. Both sides are centred first, which helps one
+    # cluster, and float32 on a CPU is computed in float64, which helps several.
     with without_autocast(p.device.type):
         work = torch.float64 if p.dtype == torch.float32 and p.device.type == "cpu" else p.dtype
         g, p64, q64 = gradient.to(work), p.to(work), q.to(work)

@@ -16,6 +16,7 @@ from .point import (
     column,
     is_origin,
     promote,
+    promote_vectors,
     radius_limit,
     square_root,
 )
@@ -44,9 +45,7 @@ def exp_map_origin(v: Tensor, *, k: float | Tensor = 1.0) -> Point:
         >>> lorentz.exp_map_origin(torch.tensor([3.0, 0.0]))
         Point(a=tensor(3.), u=tensor([1., 0.]))
     """
-    if not v.is_floating_point():
-        raise TypeError(f"tangent vectors must be floating point, got {v.dtype}")
-    v = v.to(torch.promote_types(v.dtype, torch.float32))
+    v = promote_vectors(v, "tangent vectors")
     return Point(*norm_and_direction(v / column(square_root(check_curvature(k, v)))))
 
 

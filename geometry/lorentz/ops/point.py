@@ -67,12 +67,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def promote(*pairs: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Check pairs (…), (…, n) and bring them to one dtype, float32 at least.
-
-    Raises:
-        TypeError: a member is no floating-point tensor, or a point is no pair.
-        ValueError: the shapes do not belong together.
-    """
+    """Pairs (…), (…, n) in one dtype, float32 at least; TypeError or ValueError for anything else."""
     dtype = torch.float32
     dimension = None
     for pair in pairs:
@@ -102,11 +97,15 @@ def promote(*pairs: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [(first.to(dtype), second.to(dtype)) for first, second in pairs]
 
 
-def check_curvature(k: float | Tensor, like: Tensor) -> float | Tensor:
-    """Return k as a positive float, or as a tensor of the dtype of `like` at least.
+def promote_vectors(x: Tensor, name: str) -> Tensor:
+    """Vectors in float32 at least; TypeError where they are not floating point."""
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    The value of a tensor is not looked at: that would wait for the device.
-    """
+
+def check_curvature(k: float | Tensor, like: Tensor) -> float | Tensor:
+    """k as a positive float, or as a tensor of the dtype of `like`, whose value is not looked at."""
     if isinstance(k, Tensor):
         return k.to(like.dtype) if k.is_floating_point() else k.to(like)
     if not (k > 0 and math.isfinite(k)):
@@ -126,9 +125,7 @@ def column(k: float | Tensor) -> float | Tensor:
 
 def host_readable(x: Tensor) -> bool:
     """Whether Python may branch on the values of x: in host memory, neither traced nor mapped.
-
-    There is no device to wait for. Whatever branches on it must have one meaning on both sides.
-    """
+    Whatever branches on it must have one meaning on both sides."""
     return (
         x.device.type == "cpu"
         and type(x) in (Tensor, torch.nn.Parameter)

@@ -276,10 +276,8 @@ def log_of_norm(norm: Tensor) -> Tensor:
 def norm_and_direction(x: Tensor, at_zero: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
     """Split vectors (…, n) into norms (…) and unit directions (…, n).
 
-    The zero vector has norm 0 (gradient 0) and direction 0, whose gradient with respect to `x` is
-    the identity, or 1/`at_zero` (a number or (…)): the convention for gradients at the origin;
-    infinity means no gradient. Components as large or small as the dtype allows neither overflow
-    nor vanish when squared.
+    The zero vector has norm 0 (gradient 0) and direction 0, whose gradient is 1/`at_zero` (a number
+    or (…), 1 by default: the convention at the origin). No component overflows or vanishes squared.
     """
     ordinary = _ordinary_norm(x)
     if ordinary is not None:

@@ -104,11 +104,7 @@ class LorentzManifold:
         return tangent.square().sum(-1)
 
     def decay(self, point: Tensor, amount: float | Tensor) -> Tensor:
-        """Pull the radius toward 0.
-
-        Centroid with the origin: a − ½[log1p(ωe^a) − log1p(ωe^−a)], ω = w/(1−w), which never
-        moves a point outward, as the ambient centroid does from radius 9 on.
-        """
+        """Pull the radius toward 0: a − ½[log1p(ωe^a) − log1p(ωe^−a)], ω = w/(1−w), or (1 − w) a."""
         a, u = unpack(point)
         w = torch.as_tensor(amount, dtype=torch.float64 if a.dtype == torch.float64 else None)
         w = w.to(device=a.device, dtype=torch.promote_types(a.dtype, torch.float32))
@@ -166,7 +162,7 @@ class LorentzParameter(nn.Parameter):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self), self.data, self.manifold, self.requires_grad)
+        return type(self), (self.data, self.manifold, self.requires_grad)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LorentzParameter({self.data!r}, {self.manifold!r})"
@@ -206,9 +202,3 @@ class KeepsManifold(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._mark()
-
-
-def _rebuild(
-    cls: type[LorentzParameter], data: Tensor, manifold: LorentzManifold, requires_grad: bool
-) -> LorentzParameter:
-    return cls(data, manifold, requires_grad)

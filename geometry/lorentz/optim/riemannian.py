@@ -19,8 +19,7 @@ from torch import Tensor
 class Manifold(Protocol):
     """What an optimizer asks of a manifold. All arguments and results are plain tensors.
 
-    A point is a vector along the last dimension, and a tangent vector has the shape of its point;
-    what the numbers in them mean is the manifold's own affair.
+    A point is a vector along the last dimension; a tangent vector has the shape of its point.
     """
 
     def riemannian_gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
@@ -78,16 +77,10 @@ def riemannian_adamw_update(
     move, the decay included.
 
     Args:
-        manifold: the manifold the points live on.
-        point: (…, d) points.
-        gradient: (…, d) what autograd left in `.grad`.
-        exp_avg: (…, d) first moment, a tangent vector at `point`; zeros before the first step.
-        exp_avg_sq: (…) second moment; zeros before the first step.
+        point, gradient: (…, d), and what autograd left in `.grad`.
+        exp_avg, exp_avg_sq: moments, a tangent vector (…, d) at `point` and (…); zeros at first.
         step: how many steps this one makes: 1, 2, …
-        lr: learning rate.
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled; `manifold.decay` gets `lr * weight_decay`.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
 
     Source: Riemannian AdamW (Bdeir et al. 2025) in the polar frame, the Polar-ViT paper, App. B.
     """
