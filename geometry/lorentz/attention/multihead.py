@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -14,6 +13,7 @@ from ...masks import additive_mask, check_attention_mask, check_padding_mask
 from ...softmax import damaged as not_finite
 from ..layers.curvature import Curvature, as_curvature_module
 from ..layers.linear import PolarLinear
+from ..layers.sites import NoSites
 from ..ops.coordinates import klein_row
 from ..ops.point import Point, PointLike, host_readable, promote
 from ..ops.space import join_heads, split_heads
@@ -61,7 +61,7 @@ class HeadGain(nn.Module):
         return f"num_heads={self.num_heads}"
 
 
-class PolarMultiheadAttention(nn.Module):
+class PolarMultiheadAttention(NoSites):
     """Multi-head attention on points (batch, tokens, n); the values are averaged by centroids.
 
     Queries, keys and values are `PolarLinear` maps split into heads, each a point of its own;
@@ -289,10 +289,6 @@ class PolarMultiheadAttention(nn.Module):
             bias = causal if bias is None else bias + causal
         weights = nn.functional.dropout(attention_weights(query, key, gain, bias), dropout)
         return weighted_values(value, weights), weights if need_weights else None
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """The four direction maps: three read the block's input, one the centroids."""
-        return [part.direction for part in (self.query, self.key, self.value, self.output)]
 
 
 def _heads_first(x: Point) -> Point:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...checks import check_count
 from ..ops.distance import mlr_logits
 from ..ops.maps import log_map_origin
-from ..ops.point import PointLike, promote
+from ..ops.point import PointLike, promote_point
 from .curvature import Curvature, as_curvature_module
 from .sites import NoSites
 
@@ -53,9 +53,7 @@ class LorentzMLR(NoSites):
 
     def forward(self, x: PointLike) -> Tensor:
         """Points (…), (…, n) → logits (…, C), float32 at least."""
-        ((a, u),) = promote(x)
-        if u.shape[-1] != self.features:
-            raise ValueError(f"expected points of dimension {self.features}, got {u.shape[-1]}")
+        a, u = promote_point(x, self.features)
         single = a.dim() == 0
         if single:
             a, u = a.unsqueeze(0), u.unsqueeze(0)

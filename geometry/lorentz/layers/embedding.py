@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ class LorentzEmbedding(NoSites, KeepsManifold):
         return f"{self.num_embeddings}, {self.features}"
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(NoSites):
     """Images to points: patches of pixels, exp at the origin, a polar fully connected layer.
 
     Args:
@@ -213,10 +212,6 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Point:
         """(batch, channels, height, width) → points (batch, patches), (batch, patches, n)."""
         return self.projection(exp_map_origin(self.pixels(images), k=self.curvature()))
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """The projection's matrix reads the Klein vectors of the patches."""
-        return [self.projection.direction]
 
 
 def sine_cosine_table(positions: int | tuple[int, int], features: int) -> Tensor:

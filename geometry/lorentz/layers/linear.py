@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from ...checks import check_choice, check_count, check_number
 from ..ops.coordinates import klein_row
-from ..ops.point import Point, PointLike, promote, radius_limit, without_autocast
+from ..ops.point import Point, PointLike, promote_point, radius_limit, without_autocast
 from ..ops.scalar import asinh_exp, log_cosh, log_of_norm, norm_and_direction
 from .curvature import Curvature, as_curvature_module
 from .radius import RadiusRule, anchored_log_radius, make_radius_rule
+from .sites import NoSites
 
 
 class DirectionMap(nn.Linear):
@@ -131,11 +132,7 @@ class PolarLinear(nn.Module):
 
         `row` is `klein_row(a, u)` of the same points, where several layers read them.
         """
-        ((a, u),) = promote(x)
-        if u.shape[-1] != self.in_features:
-            raise ValueError(
-                f"PolarLinear expects points of dimension {self.in_features}, got {u.shape[-1]}"
-            )
+        a, u = promote_point(x, self.in_features)
         # W reads x/(√k cosh a) = (1, χ), and ln cosh a is added in the log: nothing overflows.
         row = klein_row(a, u) if row is None else row
         h = self.direction(row)
@@ -187,7 +184,7 @@ class PolarLinear(nn.Module):
         return f"{self.in_features} → {self.out_features}, radius={self.radius_rule!r}"
 
 
-class PolarMLP(nn.Module):
+class PolarMLP(NoSites):
     """Two polar layers with an activation between them.
 
     Args:
@@ -228,7 +225,3 @@ class PolarMLP(nn.Module):
     def forward(self, x: PointLike) -> Point:
         """Map points (…), (…, n) to points of the same shapes."""
         return self.second(self.first(x))
-
-    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
-        """Both direction maps."""
-        return [self.first.direction, self.second.direction]

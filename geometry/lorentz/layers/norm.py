@@ -14,7 +14,7 @@ from ..ops.centroid import centroid
 from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.gyro import gyro_add, gyro_negate, gyro_scale
 from ..ops.maps import exp_map_origin
-from ..ops.point import Point, PointLike, promote
+from ..ops.point import Point, PointLike, promote, promote_point
 from .curvature import Curvature, as_curvature_module
 from .sites import NoSites
 
@@ -233,9 +233,7 @@ class PolarBatchNorm2d(NoSites):
 
         An empty batch leaves the running estimates alone.
         """
-        ((a, u),) = promote(x)
-        if u.shape[-1] != self.channels:
-            raise ValueError(f"expected points of dimension {self.channels}, got {u.shape[-1]}")
+        a, u = promote_point(x, self.channels)
         root = self.curvature().to(a.dtype).sqrt()
         flat = Point(a.reshape(-1), u.reshape(-1, self.channels))
         if self.training:

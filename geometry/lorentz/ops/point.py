@@ -97,6 +97,14 @@ def promote(*pairs: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [(first.to(dtype), second.to(dtype)) for first, second in pairs]
 
 
+def promote_point(x: PointLike, dimension: int) -> tuple[Tensor, Tensor]:
+    """As `promote` for one batch of points, of a given dimension."""
+    ((a, u),) = promote(x)
+    if u.shape[-1] != dimension:
+        raise ValueError(f"expected points of dimension {dimension}, got {u.shape[-1]}")
+    return a, u
+
+
 def promote_vectors(x: Tensor, name: str) -> Tensor:
     """Vectors in float32 at least; TypeError where they are not floating point."""
     if not x.is_floating_point():

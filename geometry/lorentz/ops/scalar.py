@@ -196,12 +196,15 @@ def half_squared_norm(x: Tensor) -> Tensor:
 
 
 class _NormAndDirection(torch.autograd.Function):
-    """‖x‖ and x/‖x‖ with the closed-form backward, half the passes of the composed one."""
+    """‖x‖ and x/‖x‖ with the closed-form backward, half the passes of the composed one. Norms that
+    are given are far from zero and from overflow."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, at_zero: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, at_zero: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        if norm is not None:
+            return norm.clone(), x / norm.unsqueeze(-1)
         # Infinite components give inf/inf: leave them as they are, no vector before either.
         tiny = torch.finfo(x.dtype).tiny
         scale = x.abs().amax(-1, keepdim=True).clamp(min=tiny)
@@ -214,42 +217,17 @@ class _NormAndDirection(torch.autograd.Function):
         return (length * scale).squeeze(-1), scaled / length.clamp(min=tiny)
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
-    ) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*output, inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None, None]:
         norm, direction, at_zero = ctx.saved_tensors
-        return _by_vector(
-            torch.where(norm > 0, norm, at_zero), direction, by_norm, by_direction
-        ), None
-
-
-class _OrdinaryNormAndDirection(torch.autograd.Function):
-    """The same for vectors whose norms, given, are far from zero and from overflow: two passes."""
-
-    @staticmethod
-    def forward(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.clone(), x / norm.unsqueeze(-1)
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
-    ) -> None:
-        ctx.save_for_backward(*output)
-
-    @staticmethod
-    def backward(ctx: Any, by_norm: Tensor, by_direction: Tensor) -> tuple[Tensor, None]:
-        norm, direction = ctx.saved_tensors
-        return _by_vector(norm, direction, by_norm, by_direction), None
-
-
-def _by_vector(divisor: Tensor, direction: Tensor, by_norm: Tensor, by_direction: Tensor) -> Tensor:
-    along = (direction * by_direction).sum(-1)
-    by_length = (by_norm - along / divisor).unsqueeze(-1)
-    return torch.addcmul(by_direction / divisor.unsqueeze(-1), direction, by_length)
+        divisor = torch.where(norm > 0, norm, at_zero)
+        along = (direction * by_direction).sum(-1)
+        by_length = (by_norm - along / divisor).unsqueeze(-1)
+        by_x = torch.addcmul(by_direction / divisor.unsqueeze(-1), direction, by_length)
+        return by_x, None, None
 
 
 def _ordinary_norm(x: Tensor) -> Tensor | None:
@@ -273,16 +251,12 @@ def log_of_norm(norm: Tensor) -> Tensor:
     return torch.log(norm.clamp(min=torch.finfo(norm.dtype).tiny))
 
 
-def norm_and_direction(x: Tensor, at_zero: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+def norm_and_direction(x: Tensor, at_zero: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Split vectors (…, n) into norms (…) and unit directions (…, n).
 
     The zero vector has norm 0 (gradient 0) and direction 0, whose gradient is 1/`at_zero` (a number
     or (…), 1 by default: the convention at the origin). No component overflows or vanishes squared.
     """
-    ordinary = _ordinary_norm(x)
-    if ordinary is not None:
-        return _OrdinaryNormAndDirection.apply(x, ordinary)
-    fill = 1.0 if at_zero is None else at_zero
-    if not isinstance(fill, Tensor):
-        fill = torch.full((), fill, dtype=x.dtype, device=x.device)
-    return _NormAndDirection.apply(x, fill)
+    if not isinstance(at_zero, Tensor):
+        at_zero = torch.full((), at_zero, dtype=x.dtype, device=x.device)
+    return _NormAndDirection.apply(x, at_zero, _ordinary_norm(x))
