@@ -13,7 +13,7 @@ __all__ = ["check_choice", "check_count", "check_number", "renamed"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Refuse an option that is none of its choices, with a ValueError that lists them."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")

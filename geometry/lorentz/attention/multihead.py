@@ -304,16 +304,16 @@ def _clean(x: Point, padding: Tensor | None) -> tuple[Point, Tensor | None]:
     if padding is not None:
         padding = padding[:, -tokens:] if tokens else padding[:, :0]
         drop = padding if padding.dtype == torch.bool else padding == -torch.inf
-    damaged: Tensor | None = not_finite(x.u) | not_finite(x.a.unsqueeze(-1))
+    damaged = not_finite(x.u) | not_finite(x.a.unsqueeze(-1))
     if drop is not None:
         damaged = damaged & ~drop
-    if host_readable(damaged) and not bool(damaged.any()):
-        if drop is None:
-            return x, None
-        damaged = None
-    else:
+    some = not (host_readable(damaged) and not bool(damaged.any()))
+    if some:
         drop = damaged if drop is None else drop | damaged
-    return Point(x.a.masked_fill(drop, 0.0), x.u.masked_fill(drop[..., None], 0.0)), damaged
+    elif drop is None:
+        return x, None
+    cleaned = Point(x.a.masked_fill(drop, 0.0), x.u.masked_fill(drop[..., None], 0.0))
+    return cleaned, damaged if some else None
 
 
 def _bias(padding: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -78,9 +78,10 @@ class PolarConv2d(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("radius", radius, ("anchored", "lorentz"))
-        sizes = {"in_channels": in_channels, "out_channels": out_channels}
-        sizes |= {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
-        for name, value in sizes.items():
+        check_count("in_channels", in_channels)
+        check_count("out_channels", out_channels)
+        window = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        for name, value in window.items():
             for side in value if isinstance(value, tuple) else (value,):
                 check_count(name, side)
         self.in_channels, self.out_channels = in_channels, out_channels
