@@ -122,7 +122,6 @@ class ViTConfig:
 
 _POLAR_START = {"radius": "lorentz", "encoding": None}
 
-
 # Each row of Table 5 and what it is built from; "ambient" names the arithmetic.
 ABLATION: dict[str, tuple[str, dict[str, str | None]]] = {
     "split-head Lorentz ViT, class token": (

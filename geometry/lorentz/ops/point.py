@@ -59,7 +59,6 @@ class Tangent(NamedTuple):
 
 PointLike: TypeAlias = tuple[Tensor, Tensor]
 
-
 TangentLike: TypeAlias = tuple[Tensor, Tensor]
 
 

@@ -117,19 +117,15 @@ class RiemannianAdamW(torch.optim.Optimizer):
                     f"RiemannianAdamW got a sparse gradient for a manifold parameter of shape "
                     f"{tuple(p.shape)}; use sparse=False in the embedding"
                 )
-        gradients = []
         for group, p in curved:
-            gradients.append(p.grad)
             self._step_on_manifold(group, p, p.grad)
-            p.grad = None
-        # The rest is torch's own rule, on the same groups and states; it skips absent gradients.
-        self._euclidean.param_groups = self.param_groups
+        # The rest is torch's own rule, with the same options and states.
+        self._euclidean.param_groups = [
+            {**group, "params": [p for p in group["params"] if manifold_of(p) is None]}
+            for group in self.param_groups
+        ]
         self._euclidean.state = self.state
-        try:
-            self._euclidean.step()
-        finally:
-            for (_, p), gradient in zip(curved, gradients, strict=True):
-                p.grad = gradient
+        self._euclidean.step()
         return loss
 
     def _step_on_manifold(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> None:
