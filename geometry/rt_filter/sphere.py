@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .model import unit_direction
+from .model import multiply_by_i, unit_direction
 
-__all__ = ["geodesic_angle", "slerp", "sphere_exp", "sphere_log", "tangent_project"]
+__all__ = ["across", "geodesic_angle", "slerp", "sphere_exp", "sphere_log", "tangent_project"]
 
 
 def tangent_project(base: Tensor, vector: Tensor) -> Tensor:
@@ -23,6 +23,12 @@ def tangent_project(base: Tensor, vector: Tensor) -> Tensor:
     squared = (base * base).sum(-1, keepdim=True)
     along = (base * vector).sum(-1, keepdim=True) / squared.clamp_min(torch.finfo(base.dtype).tiny)
     return vector - base * along
+
+
+def across(own: Tensor, direction: Tensor, *, exact: bool) -> Tensor:
+    """`tangent_project`; if `exact` (extension G.1), with no component along i·own, either."""
+    tangential = tangent_project(own, direction)
+    return tangent_project(multiply_by_i(own), tangential) if exact else tangential
 
 
 def geodesic_angle(u: Tensor, v: Tensor) -> Tensor:
