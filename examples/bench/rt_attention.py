@@ -16,15 +16,12 @@ from collections.abc import Callable
 
 import matplotlib
 import torch
-from rpt.geometry.rt_filter import (
-    FilterScalars,
-    PolarAttention,
-    PolarInputs,
-    PolarSettings,
-    Visibility,
-    kernel_estimate,
-    polar_estimate,
-)
+from rpt.geometry.rt_filter import PolarAttention
+from rpt.geometry.rt_filter.logits import PolarSettings
+from rpt.geometry.rt_filter.parameters import FilterScalars
+from rpt.geometry.rt_filter.paths.dense import PolarInputs, polar_estimate
+from rpt.geometry.rt_filter.paths.slabs import kernel_estimate
+from rpt.geometry.rt_filter.visibility import Visibility
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm

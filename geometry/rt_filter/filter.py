@@ -71,7 +71,7 @@ def _prepare(
     flat = observations.reshape(batch, tokens, 2 * dimension)
     if times.dim() > 1:
         times = times.expand(*shape[:-1]).reshape(batch, tokens)
-    relative, _ = relative_times(check_times(times, batch, tokens))
+    relative = relative_times(check_times(times, batch, tokens))
     if frequencies is None:
         frequencies = torch.zeros(dimension, dtype=flat.dtype, device=flat.device)
     if frequencies.shape != (dimension,):

@@ -100,7 +100,7 @@ def _self_stream(
     if padding is not None and not regular:
         new = _fill_padded_times(new, padding[:, padding.shape[1] - tokens :], cache)
     everything = new if cache is None else cache.extend_times(new)
-    key_times, _ = relative_times(everything)
+    key_times = relative_times(everything)
     view = Visibility(key_times[:, before:], key_times, causal, regular, padding)
     return TokenStream(view, before if regular else None, (everything, padding, regular))
 
@@ -130,8 +130,8 @@ def _cross_stream(
             theirs = _fill_padded_times(theirs, padding, None)
         ahead = None
     origin = (theirs if keys else own)[:, :1]
-    key_times, _ = relative_times(theirs, origin)
-    query_times, _ = relative_times(own, origin)
+    key_times = relative_times(theirs, origin)
+    query_times = relative_times(own, origin)
     return TokenStream(
         Visibility(query_times, key_times, causal, times is None, padding),
         ahead,

@@ -23,7 +23,6 @@ __all__ = [
     "apply_rotation",
     "check_times",
     "context_angles",
-    "decay_factor",
     "process_variance",
     "relative_times",
     "rotary_frequencies",
@@ -106,11 +105,9 @@ def _refuse_lost_times(times: Tensor, name: str) -> None:
                 )
 
 
-def relative_times(times: Tensor, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def relative_times(times: Tensor, origin: Tensor | None = None) -> Tensor:
     """Subtract each sequence's first time (or `origin`, (rows, 1)) in the dtype of `times`."""
-    if origin is None:
-        origin = times[:, :1]
-    return times - origin, origin
+    return times - (times[:, :1] if origin is None else origin)
 
 
 def rotation_angles(relative: Tensor, frequencies: Tensor) -> Tensor:
@@ -174,11 +171,6 @@ def context_angles(
         steps = steps.masked_fill(padding[:, None, -steps.shape[2] :, None], 0.0)
     angles = steps.cumsum(2)
     return angles if earlier is None else angles + earlier[:, :, -1:]
-
-
-def decay_factor(lag: Tensor, decay: Tensor) -> Tensor:
-    """E = exp(−μ |lag|), from time differences, never as a ratio of two exponentials."""
-    return torch.exp(-decay * lag.abs())
 
 
 def process_variance(lag: Tensor, decay: Tensor) -> Tensor:

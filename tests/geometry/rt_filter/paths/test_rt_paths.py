@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from rpt.geometry.rt_filter import (
-    FilterScalars,
-    PolarAttention,
-    PolarInputs,
-    PolarSettings,
-    RobustFilterAttention,
-    Visibility,
-    kernel_estimate,
-    polar_estimate,
-)
+from rpt.geometry.rt_filter import PolarAttention, RobustFilterAttention
+from rpt.geometry.rt_filter.logits import PolarSettings
+from rpt.geometry.rt_filter.parameters import FilterScalars
 from rpt.geometry.rt_filter.paths import slab_math, slabs, sliced
+from rpt.geometry.rt_filter.paths.dense import PolarInputs, polar_estimate
+from rpt.geometry.rt_filter.paths.slabs import kernel_estimate
+from rpt.geometry.rt_filter.visibility import Visibility
 from torch.nn import functional as F
 
 SETTINGS = {
