@@ -19,7 +19,15 @@ __all__ = ["Trajectories", "simulate_trajectories"]
 
 
 class Trajectories(NamedTuple):
-    """states and observations: (count, tokens, 2d); times: (tokens,); outliers: (count, tokens)."""
+    """states and observations: (count, tokens, 2d); times: (tokens,); outliers: (count, tokens).
+
+    What `simulate_trajectories` returns.
+
+    Example:
+        >>> from rpt.geometry.rt_filter import Trajectories
+        >>> Trajectories._fields
+        ('states', 'observations', 'times', 'outliers')
+    """
 
     states: Tensor
     observations: Tensor
@@ -50,6 +58,13 @@ def simulate_trajectories(
 
     Raises:
         ValueError: a count, deviation or rate out of range.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import simulate_trajectories
+        >>> tracks = simulate_trajectories(8, torch.arange(20.0), torch.tensor([0.3, -1.1]))
+        >>> tracks.states.shape, tracks.outliers.shape
+        (torch.Size([8, 20, 4]), torch.Size([8, 20]))
     """
     check_count("count", count, 0)
     for name, value in (

@@ -19,6 +19,12 @@ def tangent_project(base: Tensor, vector: Tensor) -> Tensor:
 
     Written as a ratio of two equal reductions, so that vector = base gives exactly zero. A zero
     base projects nothing away.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import tangent_project
+        >>> tangent_project(torch.tensor([0.0, 2.0]), torch.tensor([3.0, 4.0]))
+        tensor([3., 0.])
     """
     squared = (base * base).sum(-1, keepdim=True)
     along = (base * vector).sum(-1, keepdim=True) / squared.clamp_min(torch.finfo(base.dtype).tiny)
@@ -35,6 +41,12 @@ def geodesic_angle(u: Tensor, v: Tensor) -> Tensor:
     """Angle in radians, (…), between unit vectors; accurate near 0 and π, where arccos is not.
 
     Between two zero vectors, which have no direction, it is 0 with gradient 0.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import geodesic_angle
+        >>> geodesic_angle(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        tensor(1.5708)
     """
     apart = torch.linalg.vector_norm(u - v, dim=-1)
     along = torch.linalg.vector_norm(u + v, dim=-1)
@@ -42,7 +54,14 @@ def geodesic_angle(u: Tensor, v: Tensor) -> Tensor:
 
 
 def sphere_exp(base: Tensor, tangent: Tensor) -> Tensor:
-    """Exp_base(tangent) = cos‖t‖ base + sinc‖t‖ tangent, for unit `base` (…, n); zero stays zero."""
+    """Exp_base(tangent) = cos‖t‖ base + sinc‖t‖ tangent, for unit `base` (…, n); zero stays zero.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import sphere_exp
+        >>> sphere_exp(torch.tensor([1.0, 0.0]), torch.tensor([0.0, torch.pi / 4]))
+        tensor([0.7071, 0.7071])
+    """
     length = torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
     moved = torch.cos(length) * base + torch.sinc(length / torch.pi) * tangent
     return unit_direction(moved)[1]
@@ -52,6 +71,12 @@ def sphere_log(base: Tensor, point: Tensor) -> Tensor:
     """Log_base(point), the tangent vector (…, n) at `base` that Exp takes to `point`; unit vectors.
 
     At the antipode, where no unique geodesic exists, the result is zero.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import sphere_log
+        >>> sphere_log(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        tensor([0.0000, 1.5708])
     """
     across = tangent_project(base, point)
     sine = torch.linalg.vector_norm(across, dim=-1, keepdim=True)
@@ -61,5 +86,12 @@ def sphere_log(base: Tensor, point: Tensor) -> Tensor:
 
 
 def slerp(start: Tensor, end: Tensor, fraction: Tensor | float) -> Tensor:
-    """Spherical linear interpolation: Exp_start(fraction · Log_start(end)), unit vectors (…, n)."""
+    """Spherical linear interpolation: Exp_start(fraction · Log_start(end)), unit vectors (…, n).
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import slerp
+        >>> slerp(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 1 / 3)
+        tensor([0.8660, 0.5000])
+    """
     return sphere_exp(start, fraction * sphere_log(start, end))
