@@ -39,14 +39,22 @@ SMALL_PROBLEM = 4096
 
 
 class AttentionWeights(NamedTuple):
-    """Attention weights for pictures, each (batch, heads, queries, keys); radial may be None."""
+    """Attention weights for pictures, each (batch, heads, queries, keys); radial may be None.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import PolarAttention
+        >>> _, weights = PolarAttention(16, 2)(torch.randn(3, 5, 16), need_weights=True)
+        >>> weights.directional.shape
+        torch.Size([3, 2, 5, 5])
+    """
 
     directional: Tensor
     radial: Tensor | None
 
 
 class FilterStep(NamedTuple):
-    """The result of one filtering step.
+    """The result of `FilterAttention.filter`.
 
     output: (batch, tokens, embed_dim), the increment of the residual stream, in the input's dtype.
     weights: attention weights, or None.
@@ -74,7 +82,7 @@ class Projected(NamedTuple):
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Keywords that all filter attention layers share; `FilterAttention` documents them."""
+    """Keywords that all filter attention layers share; `PolarAttention` documents them."""
 
     head_dim: int | None
     is_causal: bool
@@ -106,27 +114,7 @@ class FilterAttention(nn.Module):
 
     Inputs are (batch, tokens, embed_dim), batch first. Weights are plain bias-free linear maps, real
     to complex and back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
-
-    Args:
-        embed_dim: features of the residual stream.
-        num_heads: heads H.
-        head_dim: complex features d per head, default embed_dim // num_heads: the projections then
-            map embed_dim real to 2·embed_dim real numbers (appendix F.1). embed_dim // (2·num_heads)
-            gives the widths, and the parameters, of ordinary attention.
-        is_causal: whether a token sees only tokens not later than itself, by time.
-        dropout: dropout on the (directional) attention weights while training.
-        base, conjugate_frequencies, learn_frequencies: angular frequencies, see
-            `transport.rotary_frequencies`; they stay float32 whatever the module is cast to.
-        weights: "student_t" or "exponential" influence weights.
-        decay: magnitudes and variances decay at a learned rate per head; a quarter of the heads
-            never decays, the others start log-spaced over `decay_range` (1/time).
-        nu, temperature: initial degrees of freedom and inverse temperature.
-        process_noise: initial variance rate σ² of process noise (appendix A.4); 0 leaves it out.
-        magnitude_floor: initial m_∞²; 0 leaves it out.
-        backend: "auto", "dense" (reference, second derivatives), or "chunked".
-
-    Raises:
-        ValueError: sizes or options that make no sense together.
+    `PolarAttention` says what the options mean; process noise or a floor of 0 is left out.
     """
 
     def __init__(

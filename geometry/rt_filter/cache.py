@@ -25,6 +25,17 @@ class FilterCache:
         times: absolute times of the committed tokens, float64, (1 or batch, length), or None.
         padding: (batch, length) boolean, True where a token is padding, or None.
         regular: whether tokens came without times, and stand at 0, 1, 2, ….
+
+    Raises:
+        ValueError: fewer than one layer.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import FilterCache, PolarAttention
+        >>> cache, layer = FilterCache(), PolarAttention(16, 2)
+        >>> _ = layer(torch.randn(3, 5, 16), cache=cache)
+        >>> layer(torch.randn(3, 1, 16), cache=cache).shape, cache.length
+        (torch.Size([3, 1, 16]), 6)
     """
 
     def __init__(self, num_layers: int = 1) -> None:
@@ -68,7 +79,10 @@ class FilterCache:
 
     def extend_times(self, times: Tensor) -> Tensor:
         """Committed times followed by new ones, (1 or batch, length + tokens)."""
-        return times if self.times is None else _join(self.times, times)
+        if self.times is None:
+            return times
+        rows = max(self.times.shape[0], times.shape[0])
+        return torch.cat((self.times.expand(rows, -1), times.expand(rows, -1)), dim=1)
 
     def extend_padding(self, padding: Tensor | None, batch: int, tokens: int) -> Tensor | None:
         """Padding of committed tokens followed by that of new ones; accepts a mask of all tokens.
@@ -143,8 +157,3 @@ class FilterCache:
             self.padding = self.padding.index_select(0, index)
         if self.times is not None and self.times.shape[0] > 1:
             self.times = self.times.index_select(0, index)
-
-
-def _join(old: Tensor, new: Tensor) -> Tensor:
-    rows = max(old.shape[0], new.shape[0])
-    return torch.cat((old.expand(rows, -1), new.expand(rows, -1)), dim=1)

@@ -20,13 +20,12 @@ from .cache import FilterCache
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["FeedForward", "PolarTransformer", "PolarTransformerBlock"]
+__all__ = ["PolarTransformer", "PolarTransformerBlock"]
 
 
 class FeedForward(nn.Module):
     """down(GELU(up(x))), without biases."""
 
-    @renamed(d_model="embed_dim")
     def __init__(self, embed_dim: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         check_count("feed_forward", hidden)
@@ -49,6 +48,15 @@ class PolarTransformerBlock(nn.Module):
         dropout: on the directional attention weights and the feed-forward output.
         standard: the standard pre-norm transformer block with rotary positions instead: every
             correction off (`PolarAttention.standard`), and `pre_norm`.
+
+    Raises:
+        ValueError: sizes or options that make no sense together.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import PolarTransformerBlock
+        >>> PolarTransformerBlock(embed_dim=16, num_heads=2)(torch.randn(3, 5, 16)).shape
+        torch.Size([3, 5, 16])
     """
 
     @renamed(d_model="embed_dim", causal="is_causal")
@@ -82,8 +90,8 @@ class PolarTransformerBlock(nn.Module):
 
     @renamed(causal="is_causal")
     def forward(self, z: Tensor, **call: Unpack[AttentionCall]) -> Tensor:
-        """(batch, tokens, embed_dim) to the same; keywords as in `PolarAttention.forward`, a cache is
-        committed at the end of the call."""
+        """(batch, tokens, embed_dim) to the same; keywords and errors are those of
+        `PolarAttention.forward`. A cache is committed at the end of the call."""
         cache = call.get("cache")
         if cache is not None:
             cache.open(z.shape[0], 1)
@@ -100,9 +108,7 @@ class PolarTransformerBlock(nn.Module):
         prior_log_precision: Tensor | None = None,
         **call: Unpack[AttentionCall],
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` inside a stack: no commit, and the precision of G.3 handed from layer to
-        layer.
-        """
+        """`forward` inside a stack: no commit; the precision of G.3 goes from layer to layer."""
         normed = z if self.attention_norm is None else self.attention_norm(z)
         found = self.attention.filter(
             normed, layer=layer, prior_log_precision=prior_log_precision, **call
@@ -121,6 +127,18 @@ class PolarTransformer(nn.Module):
         embed_dim, num_heads, num_layers: sizes.
         tie_embeddings: the output head shares the embedding's matrix.
         options: for every `PolarTransformerBlock`, such as `standard=True`.
+
+    Raises:
+        ValueError: sizes or options that make no sense together.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import PolarTransformer
+        >>> model = PolarTransformer(vocab_size=20, embed_dim=16, num_heads=2, num_layers=1)
+        >>> model(torch.randint(20, (3, 5))).shape
+        torch.Size([3, 5, 20])
+        >>> model.generate(torch.randint(20, (3, 5)), 2).shape
+        torch.Size([3, 7])
     """
 
     @renamed(d_model="embed_dim", causal="is_causal")
