@@ -20,7 +20,7 @@ from rpt.geometry.rt_filter import PolarAttention
 from rpt.geometry.rt_filter.logits import PolarSettings
 from rpt.geometry.rt_filter.parameters import FilterScalars
 from rpt.geometry.rt_filter.paths.dense import PolarInputs, polar_estimate
-from rpt.geometry.rt_filter.paths.slabs import kernel_estimate
+from rpt.geometry.rt_filter.paths.slabs import slab_estimate
 from rpt.geometry.rt_filter.visibility import Visibility
 from torch import Tensor
 from torch.nn import functional as F
@@ -73,7 +73,7 @@ def times(tokens: int, features: int, rounds: int) -> dict[str, float]:
 
     def fast(settings: PolarSettings) -> Callable[[], None]:
         def run() -> None:
-            found = kernel_estimate(inputs, scalars, settings, causal=True)
+            found = slab_estimate(inputs, view, scalars, settings, 0)
             (found.direction.sum() + found.magnitude.sum()).backward()
 
         return run
@@ -119,7 +119,7 @@ def deviations(tokens: int) -> None:
         moved = PolarInputs(*(t.detach().to(dtype).requires_grad_() for t in inputs))
         numbers = FilterScalars(*(t.detach().to(dtype).requires_grad_() for t in scalars))
         if fast:
-            found = kernel_estimate(moved, numbers, PolarSettings(), causal=True)
+            found = slab_estimate(moved, view, numbers, PolarSettings(), 0)
         else:
             found = polar_estimate(moved, view, numbers, PolarSettings())
         weight = torch.linspace(-1, 2, found.direction.numel()).sin().view_as(found.direction)

@@ -7,7 +7,7 @@ from rpt.geometry.rt_filter.logits import PolarSettings
 from rpt.geometry.rt_filter.parameters import FilterScalars
 from rpt.geometry.rt_filter.paths import slab_math, slabs, sliced
 from rpt.geometry.rt_filter.paths.dense import PolarInputs, polar_estimate
-from rpt.geometry.rt_filter.paths.slabs import kernel_estimate
+from rpt.geometry.rt_filter.paths.slabs import slab_estimate
 from rpt.geometry.rt_filter.visibility import Visibility
 from torch.nn import functional as F
 
@@ -61,7 +61,7 @@ def test_closed_form_path_equals_the_dense_one(small_slabs, name, causal, querie
     times = torch.arange(keys, dtype=torch.float64)[None]
     view = Visibility(times[:, ahead:], times, causal, True)
     dense = polar_estimate(inputs, view, scalars, settings)
-    fast = kernel_estimate(inputs, scalars, settings, causal=causal, ahead=ahead)
+    fast = slab_estimate(inputs, view, scalars, settings, ahead)
     torch.testing.assert_close(fast.direction, dense.direction, rtol=0, atol=1e-13)
     torch.testing.assert_close(fast.magnitude, dense.magnitude, rtol=0, atol=1e-13)
     leaves = [*inputs, *scalars]
@@ -158,7 +158,7 @@ def test_single_precision_deviation_is_of_rounding_size():
     wanted = loss_and_gradients(reference, [*exact_inputs, *exact_scalars])
     for path in (
         lambda: polar_estimate(inputs, view, scalars, PolarSettings()),
-        lambda: kernel_estimate(inputs, scalars, PolarSettings(), causal=True),
+        lambda: slab_estimate(inputs, view, scalars, PolarSettings(), 0),
     ):
         found = path()
         torch.testing.assert_close(found.direction.double(), reference.direction, rtol=0, atol=3e-6)
@@ -169,19 +169,15 @@ def test_single_precision_deviation_is_of_rounding_size():
 
 def test_dropout_gradient_is_that_of_the_mask_drawn(small_slabs):
     inputs, scalars = make(1, 2, 17, 17, 6, torch.float64)
+    times = torch.arange(17, dtype=torch.float64)[None]
+    view = Visibility(times, times, True, True)
 
-    def run(value):
+    def run(key, value):
         torch.manual_seed(5)
-        moved = inputs._replace(value=value)
-        return kernel_estimate(moved, scalars, PolarSettings(), causal=True, dropout=0.4).direction
+        moved = inputs._replace(key=key, value=value)
+        return slab_estimate(moved, view, scalars, PolarSettings(), 0, dropout=0.4).direction
 
-    def run_key(key):
-        torch.manual_seed(5)
-        moved = inputs._replace(key=key)
-        return kernel_estimate(moved, scalars, PolarSettings(), causal=True, dropout=0.4).direction
-
-    assert torch.autograd.gradcheck(run, (inputs.value,), fast_mode=True)
-    assert torch.autograd.gradcheck(run_key, (inputs.key,), fast_mode=True)
+    assert torch.autograd.gradcheck(run, (inputs.key, inputs.value), fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", [PolarAttention, RobustFilterAttention])
@@ -210,7 +206,9 @@ def test_the_fast_path_is_an_ordinary_operator():
     original = slabs._polar_forward
     try:
         slabs._polar_forward = capture
-        kernel_estimate(inputs, scalars, PolarSettings(), causal=True)
+        times = torch.arange(6, dtype=torch.float64)[None]
+        view = Visibility(times, times, True, True)
+        slab_estimate(inputs, view, scalars, PolarSettings(), 0)
     finally:
         slabs._polar_forward = original
     arguments = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
