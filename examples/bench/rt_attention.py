@@ -66,7 +66,7 @@ def times(tokens: int, features: int, rounds: int) -> dict[str, float]:
     q, k, v = (torch.randn(BATCH, HEADS, tokens, features, requires_grad=True) for _ in range(3))
     inputs, scalars = inputs_for(BATCH, HEADS, tokens, features)
     grid = torch.arange(tokens, dtype=torch.float64)[None]
-    view = Visibility(grid, grid, True, True)
+    view = Visibility(grid, grid, True)
 
     def standard() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
@@ -113,7 +113,7 @@ def deviations(tokens: int) -> None:
     torch.manual_seed(0)
     inputs, scalars = inputs_for(2, 4, tokens, 32)
     grid = torch.arange(tokens, dtype=torch.float64)[None]
-    view = Visibility(grid, grid, True, True)
+    view = Visibility(grid, grid, True)
 
     def run(dtype: torch.dtype, fast: bool) -> list[Tensor]:
         moved = PolarInputs(*(t.detach().to(dtype).requires_grad_() for t in inputs))

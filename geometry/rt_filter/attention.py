@@ -264,7 +264,9 @@ class PolarAttention(FilterAttention):
         if self.is_standard and (not self.normalize or self.backend == "auto"):
             length = 1 if self.normalize else self.head_dim
             dense = need_weights or self.backend == "dense"
-            return standard_attention(inputs, stream.view, scalars, length, dropout, dense)
+            return standard_attention(
+                inputs, stream.view, scalars, stream.ahead, length, dropout, dense
+            )
         return estimate(
             inputs,
             stream.view,

@@ -92,7 +92,7 @@ def _prepare(
         flat = flat.masked_fill(padding.unsqueeze(-1), 0.0)
     turn = rotation(rotation_angles(relative, frequencies), flat.dtype)
     rotated = apply_rotation(flat, *turn, inverse=True)
-    return _Problem(turn, rotated, Visibility(relative, relative, causal, False, padding), shape)
+    return _Problem(turn, rotated, Visibility(relative, relative, causal, padding), shape)
 
 
 def _check_numbers(positive: dict[str, float], rest: dict[str, float]) -> None:

@@ -101,7 +101,7 @@ def _self_stream(
         new = _fill_padded_times(new, padding[:, padding.shape[1] - tokens :], cache)
     everything = new if cache is None else cache.extend_times(new)
     key_times = relative_times(everything)
-    view = Visibility(key_times[:, before:], key_times, causal, regular, padding)
+    view = Visibility(key_times[:, before:], key_times, causal, padding)
     return TokenStream(view, before if regular else None, (everything, padding, regular))
 
 
@@ -133,7 +133,7 @@ def _cross_stream(
     key_times = relative_times(theirs, origin)
     query_times = relative_times(own, origin)
     return TokenStream(
-        Visibility(query_times, key_times, causal, times is None, padding),
+        Visibility(query_times, key_times, causal, padding),
         ahead,
         (theirs, padding, times is None),
     )

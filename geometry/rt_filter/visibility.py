@@ -21,7 +21,6 @@ class Visibility(NamedTuple):
 
     query_times, key_times: (1 or batch, tokens), relative to one origin; a key is visible where it
         is not later than the query (equal times see one another).
-    index_ordered: whether times are 0, 1, 2, … for both, so that order of time is order of index.
     padding: (batch, keys), True where the key is padding; or None.
     mask: boolean (True: may attend) or additive floating, (1 or batch, 1 or heads, queries, keys),
         as in `F.scaled_dot_product_attention`; or None.
@@ -30,7 +29,6 @@ class Visibility(NamedTuple):
     query_times: Tensor
     key_times: Tensor
     causal: bool
-    index_ordered: bool
     padding: Tensor | None = None
     mask: Tensor | None = None
 

@@ -17,6 +17,7 @@ def standard_attention(
     inputs: PolarInputs,
     view: Visibility,
     scalars: FilterScalars,
+    ahead: int | None,
     length: int,
     dropout: float,
     dense: bool,
@@ -24,13 +25,14 @@ def standard_attention(
     """softmax(2βκ̃/ν q·k) v; a fully masked row is zero.
 
     Args:
+        ahead: as in `stream.TokenStream`.
         length: squared length of queries and keys: 1 on the sphere, d where they are unnormalised.
         dense: plain operations, with weights and second derivatives.
     """
     variance = scalars.key_tangential + scalars.inflation_tangential + scalars.query_tangential
     scale = 2.0 * scalars.temperature * scalars.sphere_scale
     scale = scale / (scalars.nu_tangential * variance * length)
-    aligned = view.index_ordered and inputs.query.shape[2] == inputs.key.shape[2]
+    aligned = ahead == 0 and inputs.query.shape[2] == inputs.key.shape[2]
     allowed, additive, causal = None, None, view.causal and aligned
     if view.padding is not None or view.mask is not None or causal != view.causal:
         allowed, additive = view.allowed(view.lag())

@@ -59,7 +59,7 @@ def test_closed_form_path_equals_the_dense_one(small_slabs, name, causal, querie
     inputs, scalars = make(2, 3, queries, keys, 6, torch.float64)
     settings, ahead = SETTINGS[name], keys - queries
     times = torch.arange(keys, dtype=torch.float64)[None]
-    view = Visibility(times[:, ahead:], times, causal, True)
+    view = Visibility(times[:, ahead:], times, causal)
     dense = polar_estimate(inputs, view, scalars, settings)
     fast = slab_estimate(inputs, view, scalars, settings, ahead)
     torch.testing.assert_close(fast.direction, dense.direction, rtol=0, atol=1e-13)
@@ -79,7 +79,7 @@ def test_dense_path_has_right_first_and_second_derivatives():
     for exact in (False, True):
         inputs, scalars = make(1, 1, 3, 3, 4, torch.float64)
         times = torch.arange(3, dtype=torch.float64)[None]
-        view = Visibility(times, times, True, True)
+        view = Visibility(times, times, True)
         settings = PolarSettings(exact=exact)
 
         def run(*leaves, view=view, settings=settings):
@@ -151,7 +151,7 @@ def test_robust_filter_attention_agrees_on_both_paths(small_slabs, situation):
 def test_single_precision_deviation_is_of_rounding_size():
     inputs, scalars = make(2, 2, 300, 300, 16, torch.float32)
     times = torch.arange(300, dtype=torch.float64)[None]
-    view = Visibility(times, times, True, True)
+    view = Visibility(times, times, True)
     exact_inputs = PolarInputs(*(t.detach().double().requires_grad_() for t in inputs))
     exact_scalars = FilterScalars(*(t.detach().double().requires_grad_() for t in scalars))
     reference = polar_estimate(exact_inputs, view, exact_scalars, PolarSettings())
@@ -170,7 +170,7 @@ def test_single_precision_deviation_is_of_rounding_size():
 def test_dropout_gradient_is_that_of_the_mask_drawn(small_slabs):
     inputs, scalars = make(1, 2, 17, 17, 6, torch.float64)
     times = torch.arange(17, dtype=torch.float64)[None]
-    view = Visibility(times, times, True, True)
+    view = Visibility(times, times, True)
 
     def run(key, value):
         torch.manual_seed(5)
@@ -207,7 +207,7 @@ def test_the_fast_path_is_an_ordinary_operator():
     try:
         slabs._polar_forward = capture
         times = torch.arange(6, dtype=torch.float64)[None]
-        view = Visibility(times, times, True, True)
+        view = Visibility(times, times, True)
         slab_estimate(inputs, view, scalars, PolarSettings(), 0)
     finally:
         slabs._polar_forward = original
