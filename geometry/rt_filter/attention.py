@@ -313,13 +313,7 @@ class PolarAttention(FilterAttention):
 def bayes_gain(
     log_found: Tensor, log_before: Tensor | None, *, carry: Tensor, floor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """K = λ_ū/(λ⁻ + λ_ū) and log λ⁺ = log(λ⁻ + λ_ū), λ⁻ = carry·λ⁺_before + λ_0 (G.3).
-
-    Args:
-        log_found: log λ_ū, (batch, heads, tokens).
-        log_before: log λ⁺ of the layer before, or None in the first.
-        carry, floor: carry and λ_0, (heads,).
-    """
+    """K = λ_ū/(λ⁻ + λ_ū) and log λ⁺ = log(λ⁻ + λ_ū), λ⁻ = carry·λ⁺_before + floor (G.3)."""
     prior = torch.log(floor).to(log_found.dtype)[:, None].expand_as(log_found)
     if log_before is not None:
         carried = torch.log(carry).to(log_found.dtype)[:, None]

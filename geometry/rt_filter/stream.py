@@ -50,13 +50,8 @@ def token_stream(
     attn_mask: Tensor | None = None,
     cache: FilterCache | None = None,
 ) -> TokenStream:
-    """The stream of x alone, after what the cache holds, or of x over a memory.
-
-    Args:
-        work: dtype of the scores.
-
-    Raises:
-        ValueError, TypeError: as `FilterAttention.forward` says.
+    """The stream of x alone, after what the cache holds, or of x over a memory, or the errors that
+    `FilterAttention.forward` promises. work: dtype of the scores.
     """
     if memory is None:
         if memory_times is not None:
@@ -145,9 +140,7 @@ def _grid(start: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def _fill_padded_times(times: Tensor, padding: Tensor, cache: FilterCache | None) -> Tensor:
-    """Give padded tokens the time of the first real one, so that theirs, whatever it is, is
-    unused.
-    """
+    """Give padded tokens the time of the first real one, so that theirs is unused."""
     times = times.expand(padding.shape)
     if not padding.shape[1]:
         return times

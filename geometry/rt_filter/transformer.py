@@ -40,14 +40,14 @@ class FeedForward(nn.Module):
 class PolarTransformerBlock(nn.Module):
     """z⁺ = z + attention(z), then z⁺ + FFN(RMSNorm(z⁺)): steps 9 and 10 of Algorithm 1.
 
-    No norm stands before attention, whose own normalisation takes its place; `pre_norm=True` puts
-    one there, as the standard transformer has. Keyword options go to `PolarAttention`.
+    No norm stands before attention, whose own normalisation takes its place. Keyword options go to
+    `PolarAttention`.
 
     Args:
         feed_forward: hidden width, default 4·embed_dim.
         dropout: on the directional attention weights and the feed-forward output.
         standard: the standard pre-norm transformer block with rotary positions instead: every
-            correction off (`PolarAttention.standard`), and `pre_norm`.
+            correction off (`PolarAttention.standard`), and a norm before attention.
 
     Raises:
         ValueError: sizes or options that make no sense together.
@@ -67,7 +67,6 @@ class PolarTransformerBlock(nn.Module):
         *,
         feed_forward: int | None = None,
         dropout: float = 0.0,
-        pre_norm: bool | None = None,
         standard: bool = False,
         eps: float = 1e-6,
         **options: Any,
@@ -75,8 +74,7 @@ class PolarTransformerBlock(nn.Module):
         super().__init__()
         check_number("eps", eps, 0.0)
         make = PolarAttention.standard if standard else PolarAttention
-        pre_norm = standard if pre_norm is None else pre_norm
-        self.attention_norm = nn.RMSNorm(embed_dim, eps=eps) if pre_norm else None
+        self.attention_norm = nn.RMSNorm(embed_dim, eps=eps) if standard else None
         self.attention = make(embed_dim, num_heads, dropout=dropout, **options)
         self.feed_forward_norm = nn.RMSNorm(embed_dim, eps=eps)
         self.feed_forward = FeedForward(

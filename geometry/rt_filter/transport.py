@@ -176,10 +176,8 @@ def context_angles(
 ) -> Tensor:
     """Angles that add up along the tokens (extension G.2), float64, (batch, heads, tokens, d).
 
-    Args:
-        increments: each token's own, (batch, tokens, heads · d).
-        padding: boolean (batch, keys), True where a token turns nothing; the last ones are these.
-        earlier: angles of the tokens before, (batch, heads, keys, d), or None.
+    Padded tokens add nothing; those of `padding`, (batch, keys), end with these. `earlier` are the
+    angles of the tokens before, (batch, heads, keys, d), or None.
     """
     work = torch.float32 if increments.device.type == "mps" else torch.float64
     steps = increments.to(work).unflatten(-1, (num_heads, -1)).transpose(1, 2)

@@ -40,9 +40,7 @@ class Visibility(NamedTuple):
     def allowed(
         self, lag: Tensor, start: int = 0, stop: int | None = None, keys: int | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Boolean visibility (broadcastable to (batch, heads, q, k)) and additive part; None:
-        all, 0.
-        """
+        """Boolean visibility, broadcastable to (batch, heads, q, k), and additive part; or None."""
         allowed = lag >= 0 if self.causal else None
         if self.padding is not None:
             allowed = _both(allowed, ~self.padding[:, None, None, :keys])
@@ -61,11 +59,7 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 
 
 def rows_that_see(keys: Tensor, view: Visibility) -> Tensor:
-    """Queries that see at least one of the marked keys: boolean (batch, 1 or heads, queries).
-
-    Args:
-        keys: boolean (batch, keys).
-    """
+    """Queries that see one of the marked keys (batch, keys): boolean (batch, 1 or heads, queries)."""
     marked = keys if view.padding is None else keys & ~view.padding
     if view.mask is not None:
         allowed = view.mask if view.mask.dtype == torch.bool else view.mask > float("-inf")
@@ -120,11 +114,8 @@ def slice_ends(
 def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
     """Replace keys that are not finite by zeros; say which queries see one, (batch, 1 or heads, q).
 
-    So they cannot reach queries that do not see them, in value or gradient; the queries that do are
-    set to NaN by the caller, as plain arithmetic would have done.
-
-    Args:
-        tensors: per-key features (batch, heads, keys, 2d) or magnitudes (batch, heads, keys).
+    So they cannot reach queries that do not see them, in value or gradient; the caller sets the
+    others to NaN. Tensors are features (batch, heads, keys, 2d) or magnitudes (batch, heads, keys).
     """
     marks = [damaged(t if t.dim() == 4 else t.unsqueeze(-1)) for t in tensors]
     bad = torch.stack(marks).any(0).any(1)
