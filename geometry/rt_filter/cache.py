@@ -52,11 +52,6 @@ class FilterCache:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    @property
-    def origin(self) -> Tensor | None:
-        """The first time of each sequence, (1 or batch, 1), from which angles are counted."""
-        return self.times[:, :1] if self.times is not None and self.length else None
-
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is committed, as constants without a gradient."""
         layers = [t and tuple(part.detach() for part in t) for t in self._layers]
@@ -85,20 +80,12 @@ class FilterCache:
         return torch.cat((self.times.expand(rows, -1), times.expand(rows, -1)), dim=1)
 
     def extend_padding(self, padding: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-        """Padding of committed tokens followed by that of new ones; accepts a mask of all tokens.
-
-        Raises:
-            ValueError: neither the new tokens' mask nor one of all tokens.
-        """
-        if padding is not None and self.length and padding.shape == (batch, self.length + tokens):
-            return padding
+        """Padding of committed and new tokens, (batch, length + tokens), or None; the one given is
+        that of the new tokens, or already of all."""
         if padding is None and self.padding is None:
             return None
-        if padding is not None and padding.shape != (batch, tokens):
-            raise ValueError(
-                f"key_padding_mask must cover the {tokens} new tokens or all"
-                f" {self.length + tokens}, batch {batch}; got {tuple(padding.shape)}"
-            )
+        if padding is not None and padding.shape[1] != tokens:
+            return padding
         known = padding if padding is not None else self.padding
         assert known is not None
         old = known.new_zeros(batch, self.length) if self.padding is None else self.padding
