@@ -142,6 +142,8 @@ def rt_filter(
     Magnitudes decay with |t_i − t_j| (Algorithm 1), so smoothing is meant for μ = 0: a later
     observation would have to grow on its way back.
 
+    Source: RT-Filter paper, section 3.4, appendix C.2, G.1 and G.3.
+
     Args:
         observations: lifted complex vectors (…, tokens, 2d), float32 or float64.
         times: (tokens,) or broadcastable to (…, tokens); any origin, order and spacing.

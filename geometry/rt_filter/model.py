@@ -26,7 +26,7 @@ __all__ = [
 
 
 def complex_to_real(z: Tensor) -> Tensor:
-    """Lift complex (…, d) to real (…, 2d), interleaved.
+    """Lift complex (…, d) to real (…, 2d), interleaved (appendix F.1).
 
     Example:
         >>> import torch
@@ -38,7 +38,10 @@ def complex_to_real(z: Tensor) -> Tensor:
 
 
 def real_to_complex(x: Tensor) -> Tensor:
-    """Read real (…, 2d), interleaved, as complex (…, d). Raises ValueError on an odd last size.
+    """Read real (…, 2d), interleaved, as complex (…, d) (appendix F.1).
+
+    Raises:
+        ValueError: an odd last size.
 
     Example:
         >>> import torch
@@ -54,7 +57,7 @@ def real_to_complex(x: Tensor) -> Tensor:
 
 
 def multiply_by_i(x: Tensor) -> Tensor:
-    """Multiply a lifted complex vector (…, 2d) by the imaginary unit.
+    """Multiply a lifted complex vector (…, 2d) by the imaginary unit (appendix F.1).
 
     Example:
         >>> import torch
@@ -79,8 +82,9 @@ def inner_product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_direction(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split x (…, n) into magnitude (…) and unit direction (…, n); the zero vector keeps
-    direction 0, and gradients through it are 0.
+    """Split x (…, n) into magnitude (…) and unit direction (…, n) (section 3.1).
+
+    The zero vector keeps direction 0, and gradients through it are 0.
 
     Example:
         >>> import torch

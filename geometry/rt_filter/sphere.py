@@ -15,7 +15,7 @@ __all__ = ["across", "geodesic_angle", "slerp", "sphere_exp", "sphere_log", "tan
 
 
 def tangent_project(base: Tensor, vector: Tensor) -> Tensor:
-    """P_T(base) vector = vector − base ⟨base, vector⟩/‖base‖², (…, n), real inner product.
+    """P_T(base) vector = vector − base ⟨base, vector⟩/‖base‖², (…, n), real inner product (Eq. 2).
 
     Written as a ratio of two equal reductions, so that vector = base gives exactly zero. A zero
     base projects nothing away.
@@ -38,7 +38,7 @@ def across(own: Tensor, direction: Tensor, *, exact: bool) -> Tensor:
 
 
 def geodesic_angle(u: Tensor, v: Tensor) -> Tensor:
-    """Angle in radians, (…), between unit vectors; accurate near 0 and π, where arccos is not.
+    """Angle in radians, (…), between unit vectors; accurate near 0 and π, where arccos is not (C.2).
 
     Between two zero vectors, which have no direction, it is 0 with gradient 0.
 
@@ -56,6 +56,8 @@ def geodesic_angle(u: Tensor, v: Tensor) -> Tensor:
 def sphere_exp(base: Tensor, tangent: Tensor) -> Tensor:
     """Exp_base(tangent) = cos‖t‖ base + sinc‖t‖ tangent, for unit `base` (…, n); zero stays zero.
 
+    Source: RT-Filter paper, appendix C.2.
+
     Example:
         >>> import torch
         >>> from rpt.geometry.rt_filter import sphere_exp
@@ -70,7 +72,7 @@ def sphere_exp(base: Tensor, tangent: Tensor) -> Tensor:
 def sphere_log(base: Tensor, point: Tensor) -> Tensor:
     """Log_base(point), the tangent vector (…, n) at `base` that Exp takes to `point`; unit vectors.
 
-    At the antipode, where no unique geodesic exists, the result is zero.
+    At the antipode, where no unique geodesic exists, the result is zero (appendix C.2).
 
     Example:
         >>> import torch
@@ -87,6 +89,8 @@ def sphere_log(base: Tensor, point: Tensor) -> Tensor:
 
 def slerp(start: Tensor, end: Tensor, fraction: Tensor | float) -> Tensor:
     """Spherical linear interpolation: Exp_start(fraction · Log_start(end)), unit vectors (…, n).
+
+    Source: RT-Filter paper, appendix C.2.2.
 
     Example:
         >>> import torch

@@ -118,7 +118,7 @@ class PolarTransformerBlock(nn.Module):
 
 
 class PolarTransformer(nn.Module):
-    """A causal language model of Polar Transformer blocks, with generation through the cache.
+    """A causal language model of Polar Transformer blocks (appendix E), tokens to logits.
 
     Args:
         vocab_size: tokens.

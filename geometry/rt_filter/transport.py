@@ -115,7 +115,7 @@ def relative_times(times: Tensor, origin: Tensor | None = None) -> Tensor:
 
 
 def rotation_angles(relative: Tensor, frequencies: Tensor) -> Tensor:
-    """θ = ω t, (…, tokens, d), of times (…, tokens), in their dtype, and frequencies (d,).
+    """θ = ω t, (…, tokens, d), of times (…, tokens), in their dtype, and frequencies (d,) (Eq. 3).
 
     Example:
         >>> import torch
@@ -128,7 +128,7 @@ def rotation_angles(relative: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
-    """Multiply each complex feature by e^{iθ} (e^{−iθ} with `inverse`): rotary position embedding.
+    """Multiply each complex feature by e^{iθ} (e^{−iθ} with `inverse`): rotary positions (F.2).
 
     Args:
         x: lifted complex features (…, tokens, 2d), interleaved pairs, any floating dtype.
