@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..softmax import damaged
 
-__all__ = ["Visibility", "quarantine", "rows_that_see", "slice_ends", "visible_rows"]
+__all__ = ["Visibility", "quarantine", "rows_that_see", "slice_ends"]
 
 
 class Visibility(NamedTuple):
@@ -72,13 +72,6 @@ def rows_that_see(keys: Tensor, view: Visibility) -> Tensor:
     times = view.key_times.expand_as(marked)
     earliest = times.masked_fill(~marked, float("inf")).amin(-1, keepdim=True)
     return (view.query_times >= earliest).unsqueeze(1)
-
-
-def visible_rows(view: Visibility, batch: int) -> Tensor:
-    """Queries that are not fully masked: boolean (batch, 1 or heads, queries)."""
-    times = view.key_times
-    everything = torch.ones(batch, times.shape[1], dtype=torch.bool, device=times.device)
-    return rows_that_see(everything, view)
 
 
 def slice_ends(

@@ -27,7 +27,7 @@ from ...masks import additive_mask
 from ...softmax import SECOND_DERIVATIVES
 from ..logits import PolarSettings, lag_tables
 from ..parameters import FilterScalars
-from ..visibility import Visibility, visible_rows
+from ..visibility import Visibility, rows_that_see
 from .dense import PolarEstimate, PolarInputs
 from .slab_math import (
     EXPONENTIAL,
@@ -158,8 +158,8 @@ def slab_estimate(
     if ahead is None:
         tables, times = _numbers(scalars, settings), (view.query_times, view.key_times)
     else:
-        queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-        tables = _grid_tables(queries, keys, ahead, view.causal, scalars, settings)
+        lengths = inputs.query.shape[2], inputs.key.shape[2]
+        tables = _grid_tables(*lengths, ahead, view.causal, scalars, settings)
     flags = EXPONENTIAL * exponential + RADIAL * (settings.radial != "off")
     flags += SHARED * (settings.radial == "shared")
     seed = torch.randint(2**31, (), device="cpu") if dropout else torch.zeros((), dtype=torch.long)
@@ -170,7 +170,9 @@ def slab_estimate(
     own = inputs.query_magnitude
     mean = own if settings.radial == "off" else mean
     if bias is not None or ahead is None:
-        visible = visible_rows(view, inputs.key.shape[0])
+        batch, _, keys, _ = inputs.key.shape
+        everything = torch.ones(batch, keys, dtype=torch.bool, device=own.device)
+        visible = rows_that_see(everything, view)
         direction = direction.masked_fill(~visible[..., None], 0.0)
         mean = torch.where(visible, mean, own)
     return PolarEstimate(direction, mean)

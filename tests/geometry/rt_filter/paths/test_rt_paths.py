@@ -1,5 +1,8 @@
 """Dense, sliced and closed-form paths mean the same; gradients, masks, memory."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from rpt.geometry.rt_filter import PolarAttention, RobustFilterAttention
@@ -220,27 +223,13 @@ def test_the_fast_path_is_an_ordinary_operator():
     )
 
 
-def peak_memory(tokens, times):
-    """Largest sum of live tensors during forward and backward, in MiB, as the allocator counts."""
-    layer = PolarAttention(32, 2, head_dim=8)
-    x = torch.randn(1, tokens, 32, requires_grad=True)
-    call = {"times": torch.arange(tokens) * 0.5} if times else {}
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
-        layer(x, **call).sum().backward()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak / 2**20
-
-
 @pytest.mark.parametrize("times", [False, True], ids=["grid", "times"])
 def test_memory_grows_linearly(times, monkeypatch):
     """One float32 weight matrix for two heads takes 32 MiB at 2048 tokens, and many are needed."""
     for module in (slab_math, sliced):
         monkeypatch.setattr(module, "SLAB_ELEMENTS", 2**15)
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[4] / "examples" / "bench"))
+    peak_memory = importlib.import_module("rt_attention").peak_memory
     short, long = peak_memory(512, times), peak_memory(2048, times)
     assert long < short + 10
     assert long < 25
