@@ -74,7 +74,8 @@ def compare(data: Trajectories, decay: float, radial: float, tangential: float) 
     found["softmax attention"] = min(attempts)
     mean = (radial**2 + REAL_TANGENTIAL * tangential**2) / (REAL_TANGENTIAL + 1)
     attempts = []
-    for weights, nu in (("exponential", math.inf), ("exponential", 4.0), ("student_t", 4.0)):
+    # The first has no influence weights: they are 1 where ν is large.
+    for weights, nu in (("exponential", 1e12), ("exponential", 4.0), ("student_t", 4.0)):
         state = isotropic_filter(
             data.observations, data.times, FREQUENCIES, variance=mean, weights=weights, nu=nu,
             **common,

@@ -27,6 +27,12 @@ def check_padding_mask(
     Raises:
         TypeError: the mask is an integer one, or floating where none is taken or of a wider dtype.
         ValueError: it has another shape.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.masks import check_padding_mask
+        >>> check_padding_mask(torch.tensor([[True, False]]), batch=1, keys=2)
+        tensor([[ True, False]])
     """
     _check_dtype("key_padding_mask", mask, "True where a key is padding", dtype)
     if mask.shape != (batch, keys):
@@ -55,6 +61,13 @@ def check_attention_mask(
     Raises:
         TypeError: the mask is neither boolean nor floating, or its dtype is wider than `dtype`.
         ValueError: it has another shape.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.masks import check_attention_mask
+        >>> causal = torch.ones(4, 4, dtype=torch.bool).tril()
+        >>> check_attention_mask(causal, batch=2, heads=3, queries=4, keys=4).shape
+        torch.Size([1, 1, 4, 4])
     """
     _check_dtype("attn_mask", mask, "True where a query may attend", dtype)
     full = mask
@@ -75,7 +88,14 @@ def check_attention_mask(
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores: 0 where `allowed`, −inf elsewhere; a floating mask is only cast."""
+    """What to add to scores: 0 where `allowed`, −inf elsewhere; a floating mask is only cast.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.masks import additive_mask
+        >>> additive_mask(torch.tensor([True, False]), torch.float32)
+        tensor([0., -inf])
+    """
     if allowed.dtype != torch.bool:
         return allowed.to(dtype)
     zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)

@@ -16,15 +16,12 @@ from collections.abc import Callable
 
 import matplotlib
 import torch
-from rpt.geometry.rt_filter import (
-    FilterScalars,
-    PolarAttention,
-    PolarInputs,
-    PolarSettings,
-    Visibility,
-    kernel_estimate,
-    polar_estimate,
-)
+from rpt.geometry.rt_filter import PolarAttention
+from rpt.geometry.rt_filter.logits import PolarSettings
+from rpt.geometry.rt_filter.parameters import FilterScalars
+from rpt.geometry.rt_filter.paths.dense import PolarInputs, polar_estimate
+from rpt.geometry.rt_filter.paths.slabs import slab_estimate
+from rpt.geometry.rt_filter.visibility import Visibility
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -69,14 +66,14 @@ def times(tokens: int, features: int, rounds: int) -> dict[str, float]:
     q, k, v = (torch.randn(BATCH, HEADS, tokens, features, requires_grad=True) for _ in range(3))
     inputs, scalars = inputs_for(BATCH, HEADS, tokens, features)
     grid = torch.arange(tokens, dtype=torch.float64)[None]
-    view = Visibility(grid, grid, True, True)
+    view = Visibility(grid, grid, True)
 
     def standard() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     def fast(settings: PolarSettings) -> Callable[[], None]:
         def run() -> None:
-            found = kernel_estimate(inputs, scalars, settings, causal=True)
+            found = slab_estimate(inputs, view, scalars, settings, 0)
             (found.direction.sum() + found.magnitude.sum()).backward()
 
         return run
@@ -116,13 +113,13 @@ def deviations(tokens: int) -> None:
     torch.manual_seed(0)
     inputs, scalars = inputs_for(2, 4, tokens, 32)
     grid = torch.arange(tokens, dtype=torch.float64)[None]
-    view = Visibility(grid, grid, True, True)
+    view = Visibility(grid, grid, True)
 
     def run(dtype: torch.dtype, fast: bool) -> list[Tensor]:
         moved = PolarInputs(*(t.detach().to(dtype).requires_grad_() for t in inputs))
         numbers = FilterScalars(*(t.detach().to(dtype).requires_grad_() for t in scalars))
         if fast:
-            found = kernel_estimate(moved, numbers, PolarSettings(), causal=True)
+            found = slab_estimate(moved, view, numbers, PolarSettings(), 0)
         else:
             found = polar_estimate(moved, view, numbers, PolarSettings())
         weight = torch.linspace(-1, 2, found.direction.numel()).sin().view_as(found.direction)

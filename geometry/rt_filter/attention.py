@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,17 +19,10 @@ from .base import (
 )
 from .cache import FilterCache
 from .logits import PolarSettings
-from .model import multiply_by_i
-from .parameters import (
-    DecayRates,
-    FilterScalars,
-    PositiveParameter,
-    UnitIntervalParameter,
-    decay_rates,
-)
-from .paths import PolarEstimate, PolarInputs, Request, estimate
-from .paths.standard import standard_attention, standard_scale
-from .sphere import tangent_project
+from .parameters import FilterScalars, PositiveParameter, UnitIntervalParameter
+from .paths import PolarEstimate, PolarInputs, estimate
+from .paths.standard import standard_attention
+from .sphere import across
 from .stream import TokenStream
 from .transport import apply_rotation, context_angles, rotation
 from .visibility import quarantine
@@ -48,12 +42,19 @@ class PolarAttention(FilterAttention):
     remains is softmax attention with rotary positions.
 
     Args:
-        embed_dim, num_heads, head_dim, is_causal, dropout, base, conjugate_frequencies,
-            learn_frequencies: as `base.FilterAttention` says.
+        embed_dim: features of the residual stream.
+        num_heads: heads H.
+        head_dim: complex features d per head, default embed_dim // num_heads: the projections then
+            map embed_dim real to 2·embed_dim real numbers (appendix F.1). embed_dim // (2·num_heads)
+            gives the widths, and the parameters, of ordinary attention.
+        is_causal: whether a token sees only tokens not later than itself, by time.
+        dropout: dropout on the (directional) attention weights while training.
+        base, conjugate_frequencies, learn_frequencies: angular frequencies, see
+            `rotary_frequencies`; they stay float32 whatever the module is cast to.
         weights: "student_t" or "exponential" influence weights.
-        magnitude_precision: precision κ grows with the square of the transported magnitude.
         decay: magnitudes and variances decay at a learned rate per head; a quarter of the heads
             never decays, the others start log-spaced over `decay_range` (1/time).
+        magnitude_precision: precision κ grows with the square of the transported magnitude.
         tangent: project the directional update onto the tangent space at the token's own state.
         radial: "own" weights A_R, "shared" (A_T), or "off" (β = 0).
         radial_exponent: "likelihood" (ν_r + 1) or "influence" (1, Algorithm 1 as printed).
@@ -66,10 +67,17 @@ class PolarAttention(FilterAttention):
         context_rotation: rotate by context as well as by time (extension G.2): a linear map of each
             token, initially zero, adds to its angles, and angles add up along the tokens.
         nu, temperature, step: initial ν_t and ν_r, inverse temperature, and α = β.
-        backend: "auto", "dense" (reference, double backward), "chunked", or "flex" (CUDA).
+        backend: "auto", "dense" (reference, second derivatives), or "chunked".
 
     Raises:
         ValueError: sizes or options that make no sense together.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import PolarAttention
+        >>> attention = PolarAttention(embed_dim=16, num_heads=2)
+        >>> attention(torch.randn(3, 5, 16), times=torch.tensor([0.0, 0.5, 2.0, 2.5, 9.0])).shape
+        torch.Size([3, 5, 16])
     """
 
     @renamed(d_model="embed_dim", causal="is_causal")
@@ -78,10 +86,7 @@ class PolarAttention(FilterAttention):
         embed_dim: int,
         num_heads: int,
         *,
-        weights: Literal["student_t", "exponential"] = "student_t",
         magnitude_precision: bool = True,
-        decay: bool = True,
-        decay_range: tuple[float, float] = (1e-3, 1e-1),
         tangent: bool = True,
         radial: Literal["own", "shared", "off"] = "own",
         radial_exponent: Literal["likelihood", "influence"] = "likelihood",
@@ -92,14 +97,10 @@ class PolarAttention(FilterAttention):
         m_units: Literal["rms", "raw"] = "rms",
         process_noise: float = 0.0,
         context_rotation: bool = False,
-        nu: float = 4.0,
-        temperature: float = 1.0,
         step: float = 0.5,
-        backend: Literal["auto", "dense", "chunked", "flex"] = "auto",
         **options: Unpack[AttentionOptions],
     ) -> None:
         for name, value, choices in (
-            ("weights", weights, ("student_t", "exponential")),
             ("radial", radial, ("own", "shared", "off")),
             ("radial_exponent", radial_exponent, ("likelihood", "influence")),
             ("directional", directional, ("chordal", "exact")),
@@ -107,17 +108,20 @@ class PolarAttention(FilterAttention):
             ("m_units", m_units, ("rms", "raw")),
         ):
             check_choice(name, value, choices)
-        check_number("process_noise", process_noise, 0.0)
-        if process_noise and not decay:
-            raise ValueError("process_noise needs decay=True")
-        check_number("nu", nu, above=0.0)
-        check_number("temperature", temperature, above=0.0)
         check_number("step", step, above=0.0, below=1.0)
-        super().__init__(embed_dim, num_heads, backend=backend, **options)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            process_noise=process_noise,
+            magnitude_floor=0.01 if magnitude_precision else 0.0,
+            **options,
+        )
+        if process_noise and not self.decay:
+            raise ValueError("process_noise needs decay=True")
         self.settings = PolarSettings(
-            weights,
+            self.weights,
             magnitude_precision,
-            decay,
+            self.decay,
             radial,
             radial_exponent,
             directional == "exact",
@@ -134,22 +138,9 @@ class PolarAttention(FilterAttention):
                 " as in PolarAttention.standard"
             )
         per_head = (num_heads,)
-        scalars: dict[str, nn.Module | None] = {
-            "decay": DecayRates(decay_rates(num_heads, *decay_range)) if decay else None,
-            "key_tangential": PositiveParameter(1.0, per_head),
-            "query_tangential": PositiveParameter(1.0, per_head),
-            "inflation_tangential": PositiveParameter(1.0, per_head),
-            "magnitude_floor": PositiveParameter(0.01, per_head) if magnitude_precision else None,
-            "process_noise": PositiveParameter(process_noise, per_head) if process_noise else None,
-            "nu_tangential": PositiveParameter(nu, per_head),
-            "temperature": PositiveParameter(temperature, per_head),
-        }
         if radial == "own":
-            scalars["key_radial"] = PositiveParameter(1.0, per_head)
-            scalars["query_radial"] = PositiveParameter(1.0, per_head)
-            scalars["inflation_radial"] = PositiveParameter(1.0, per_head)
-            scalars["nu_radial"] = PositiveParameter(nu, per_head)
-        self._hold_scalars(scalars)
+            for name in ("key", "query", "inflation", "nu"):
+                self.scalars[f"{name}_radial"] = deepcopy(self.scalars[f"{name}_tangential"])
         if normalize:
             self.query_gain = PositiveParameter(1.0)
             self.key_gain = PositiveParameter(1.0)
@@ -198,8 +189,8 @@ class PolarAttention(FilterAttention):
         )
 
     def filter_scalars(self) -> FilterScalars:
-        """The current values of Algorithm 1's parameters, each (heads,), float32 or better."""
-        found = self._read_scalars()
+        """The current numbers of Algorithm 1, each (heads,), float32 or better."""
+        found = super().filter_scalars()
         scale = found.sphere_scale / self.head_dim if self.m_units == "raw" else found.sphere_scale
         if self.normalize:
             scale = scale * (self.query_gain() * self.key_gain())
@@ -271,18 +262,22 @@ class PolarAttention(FilterAttention):
     ) -> PolarEstimate:
         dropout = self.dropout if self.training else 0.0
         if self.is_standard and (not self.normalize or self.backend == "auto"):
-            scale = standard_scale(scalars, 1 if self.normalize else self.head_dim)
+            length = 1 if self.normalize else self.head_dim
             dense = need_weights or self.backend == "dense"
-            return standard_attention(inputs, stream.view, scale, dropout, dense)
-        request = Request(
-            self.backend,
-            self._use_dense(inputs.query, inputs.key.shape[2], need_weights),
-            stream.ahead,
-            dropout,
-            self.gain == "bayes",
-            need_weights,
+            return standard_attention(
+                inputs, stream.view, scalars, stream.ahead, length, dropout, dense
+            )
+        return estimate(
+            inputs,
+            stream.view,
+            scalars,
+            self.settings,
+            dense=self._use_dense(inputs.query, inputs.key, need_weights),
+            ahead=stream.ahead,
+            dropout=dropout,
+            precision=self.gain == "bayes",
+            weights=need_weights,
         )
-        return estimate(inputs, stream.view, scalars, self.settings, request)
 
     def _update(
         self,
@@ -315,25 +310,10 @@ class PolarAttention(FilterAttention):
         return update * length, log_precision
 
 
-def across(own: Tensor, direction: Tensor, *, exact: bool) -> Tensor:
-    """The part of `direction` across a state's own unit direction; both (…, 2d).
-
-    With the exact directional estimate of G.1 the complex projector: no component along iV, either.
-    """
-    tangential = tangent_project(own, direction)
-    return tangent_project(multiply_by_i(own), tangential) if exact else tangential
-
-
 def bayes_gain(
     log_found: Tensor, log_before: Tensor | None, *, carry: Tensor, floor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """K = λ_ū/(λ⁻ + λ_ū) and log λ⁺ = log(λ⁻ + λ_ū), λ⁻ = carry·λ⁺_before + λ_0 (G.3).
-
-    Args:
-        log_found: log λ_ū, (batch, heads, tokens).
-        log_before: log λ⁺ of the layer before, or None in the first.
-        carry, floor: carry and λ_0, (heads,).
-    """
+    """K = λ_ū/(λ⁻ + λ_ū) and log λ⁺ = log(λ⁻ + λ_ū), λ⁻ = carry·λ⁺_before + floor (G.3)."""
     prior = torch.log(floor).to(log_found.dtype)[:, None].expand_as(log_found)
     if log_before is not None:
         carried = torch.log(carry).to(log_found.dtype)[:, None]

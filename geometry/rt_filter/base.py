@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,13 @@ from torch import Tensor, nn
 from ..checks import check_choice, check_count, check_number, renamed
 from ..softmax import damaged
 from .cache import FilterCache
-from .parameters import FilterScalars, RotaryFrequencies
+from .parameters import (
+    DecayRates,
+    FilterScalars,
+    PositiveParameter,
+    RotaryFrequencies,
+    decay_rates,
+)
 from .stream import TokenStream, check_features, token_stream
 from .transport import rotation_angles
 
@@ -28,21 +33,28 @@ __all__ = [
     "unit",
 ]
 
-BACKENDS = ("auto", "dense", "chunked", "flex")
 SMALLEST_NORM = 1e-6
 # Up to this many weights the dense path is as light as any other.
 SMALL_PROBLEM = 4096
 
 
 class AttentionWeights(NamedTuple):
-    """Attention weights for pictures, each (batch, heads, queries, keys); radial may be None."""
+    """Attention weights for pictures, each (batch, heads, queries, keys); radial may be None.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import PolarAttention
+        >>> _, weights = PolarAttention(16, 2)(torch.randn(3, 5, 16), need_weights=True)
+        >>> weights.directional.shape
+        torch.Size([3, 2, 5, 5])
+    """
 
     directional: Tensor
     radial: Tensor | None
 
 
 class FilterStep(NamedTuple):
-    """The result of one filtering step.
+    """The result of `FilterAttention.filter`.
 
     output: (batch, tokens, embed_dim), the increment of the residual stream, in the input's dtype.
     weights: attention weights, or None.
@@ -70,7 +82,7 @@ class Projected(NamedTuple):
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Keywords that all filter attention layers share; `FilterAttention` documents them."""
+    """Keywords that all filter attention layers share; `PolarAttention` documents them."""
 
     head_dim: int | None
     is_causal: bool
@@ -78,6 +90,12 @@ class AttentionOptions(TypedDict, total=False):
     base: float
     conjugate_frequencies: bool
     learn_frequencies: bool
+    weights: Literal["student_t", "exponential"]
+    decay: bool
+    decay_range: tuple[float, float]
+    nu: float
+    temperature: float
+    backend: Literal["auto", "dense", "chunked"]
 
 
 class AttentionCall(TypedDict, total=False):
@@ -96,27 +114,9 @@ class FilterAttention(nn.Module):
 
     Inputs are (batch, tokens, embed_dim), batch first. Weights are plain bias-free linear maps, real
     to complex and back (appendix F.1): a row with nothing to attend to comes out as exact zeros.
-
-    Args:
-        embed_dim: features of the residual stream.
-        num_heads: heads H.
-        head_dim: complex features d per head, default embed_dim // num_heads: the projections then
-            map embed_dim real to 2·embed_dim real numbers (appendix F.1). embed_dim // (2·num_heads)
-            gives the widths, and the parameters, of ordinary attention.
-        is_causal: whether a token sees only tokens not later than itself, by time.
-        dropout: dropout on the (directional) attention weights while training.
-        base, conjugate_frequencies, learn_frequencies: angular frequencies, see
-            `transport.rotary_frequencies`; they stay float32 whatever the module is cast to.
-        rotary: False leaves out transport by rotation.
-        backend: which path computes the estimate.
-
-    Raises:
-        ValueError: sizes or options that make no sense together.
+    `PolarAttention` says what the options mean; process noise or a floor of 0 is left out.
     """
 
-    scalars: nn.ModuleDict
-
-    @renamed(d_model="embed_dim", causal="is_causal")
     def __init__(
         self,
         embed_dim: int,
@@ -128,10 +128,20 @@ class FilterAttention(nn.Module):
         base: float = 10000.0,
         conjugate_frequencies: bool = True,
         learn_frequencies: bool = False,
-        rotary: bool = True,
-        backend: str = "auto",
+        weights: Literal["student_t", "exponential"] = "student_t",
+        decay: bool = True,
+        decay_range: tuple[float, float] = (1e-3, 1e-1),
+        nu: float = 4.0,
+        temperature: float = 1.0,
+        process_noise: float = 0.0,
+        magnitude_floor: float = 0.0,
+        backend: Literal["auto", "dense", "chunked"] = "auto",
     ) -> None:
         super().__init__()
+        check_choice("weights", weights, ("student_t", "exponential"))
+        check_number("process_noise", process_noise, 0.0)
+        check_number("nu", nu, above=0.0)
+        check_number("temperature", temperature, above=0.0)
         check_count("embed_dim", embed_dim)
         check_count("num_heads", num_heads)
         if head_dim is None:
@@ -143,18 +153,33 @@ class FilterAttention(nn.Module):
         check_count("head_dim", head_dim)
         check_number("dropout", dropout, 0.0, below=1.0)
         check_number("base", base, above=0.0)
-        check_choice("backend", backend, BACKENDS)
+        check_choice("backend", backend, ("auto", "dense", "chunked"))
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.is_causal, self.dropout, self.backend = is_causal, dropout, backend
+        self.weights, self.decay = weights, decay
         width = 2 * head_dim * num_heads
         self.query_projection = nn.Linear(embed_dim, width, bias=False)
         self.key_projection = nn.Linear(embed_dim, width, bias=False)
         self.value_projection = nn.Linear(embed_dim, width, bias=False)
         self.output_projection = nn.Linear(width, embed_dim, bias=False)
-        self.rotary = rotary
         self.frequencies = RotaryFrequencies(
             head_dim, base, conjugate_pairs=conjugate_frequencies, learned=learn_frequencies
         )
+        shape = (num_heads,)
+        noisy = decay and process_noise
+        scalars: dict[str, nn.Module | None] = {
+            "decay": DecayRates(decay_rates(num_heads, *decay_range)) if decay else None,
+            "key_tangential": PositiveParameter(1.0, shape),
+            "query_tangential": PositiveParameter(1.0, shape),
+            "inflation_tangential": PositiveParameter(1.0, shape),
+            "magnitude_floor": PositiveParameter(magnitude_floor, shape)
+            if magnitude_floor
+            else None,
+            "process_noise": PositiveParameter(process_noise, shape) if noisy else None,
+            "nu_tangential": PositiveParameter(nu, shape),
+            "temperature": PositiveParameter(temperature, shape),
+        }
+        self.scalars = nn.ModuleDict({k: v for k, v in scalars.items() if v is not None})
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -270,18 +295,15 @@ class FilterAttention(nn.Module):
         weights, and the precision handed on."""
         raise NotImplementedError
 
-    def _hold_scalars(self, modules: Mapping[str, nn.Module | None]) -> None:
-        """Keep those numbers of Algorithm 1 that this layer has."""
-        self.scalars = nn.ModuleDict({k: v for k, v in modules.items() if v is not None})
-
-    def _read_scalars(self, **others: Tensor) -> FilterScalars:
-        """The current values, each (heads,), float32 or better; absent ones leave no effect."""
+    def filter_scalars(self) -> FilterScalars:
+        """The current numbers of Algorithm 1, each (heads,), float32 or better; absent ones leave no
+        effect. Robust Filter Attention's variances are those called tangential here."""
         reference = next(iter(self.scalars.parameters()))
         ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
         values = dict.fromkeys(FilterScalars._fields, ones)
         values |= {"decay": ones * 0, "process_noise": ones * 0}
         values |= {name: module() for name, module in self.scalars.items()}
-        return FilterScalars(**(values | others))
+        return FilterScalars(**values)
 
     def _stream(
         self, x: Tensor, memory: Tensor | None, is_causal: bool | None = None, **call: Any
@@ -323,13 +345,10 @@ class FilterAttention(nn.Module):
 
     def _angles(self, times: Tensor) -> Tensor:
         """(1 or batch, 1, tokens, d) radians."""
-        angles = rotation_angles(times, self.frequencies())
-        if not self.rotary:
-            angles = torch.zeros_like(angles)
-        return angles.unsqueeze(1)
+        return rotation_angles(times, self.frequencies()).unsqueeze(1)
 
-    def _use_dense(self, query: Tensor, keys: int, need_weights: bool) -> bool:
-        size = query.shape[0] * query.shape[1] * query.shape[2] * keys
+    def _use_dense(self, query: Tensor, key: Tensor, need_weights: bool) -> bool:
+        size = query.shape[:3].numel() * key.shape[2]
         few = self.backend == "auto" and size <= SMALL_PROBLEM
         return not size or few or need_weights or self.backend == "dense"
 

@@ -25,6 +25,17 @@ class FilterCache:
         times: absolute times of the committed tokens, float64, (1 or batch, length), or None.
         padding: (batch, length) boolean, True where a token is padding, or None.
         regular: whether tokens came without times, and stand at 0, 1, 2, ….
+
+    Raises:
+        ValueError: fewer than one layer.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import FilterCache, PolarAttention
+        >>> cache, layer = FilterCache(), PolarAttention(16, 2)
+        >>> _ = layer(torch.randn(3, 5, 16), cache=cache)
+        >>> layer(torch.randn(3, 1, 16), cache=cache).shape, cache.length
+        (torch.Size([3, 1, 16]), 6)
     """
 
     def __init__(self, num_layers: int = 1) -> None:
@@ -40,11 +51,6 @@ class FilterCache:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
-
-    @property
-    def origin(self) -> Tensor | None:
-        """The first time of each sequence, (1 or batch, 1), from which angles are counted."""
-        return self.times[:, :1] if self.times is not None and self.length else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is committed, as constants without a gradient."""
@@ -68,23 +74,18 @@ class FilterCache:
 
     def extend_times(self, times: Tensor) -> Tensor:
         """Committed times followed by new ones, (1 or batch, length + tokens)."""
-        return times if self.times is None else _join(self.times, times)
+        if self.times is None:
+            return times
+        rows = max(self.times.shape[0], times.shape[0])
+        return torch.cat((self.times.expand(rows, -1), times.expand(rows, -1)), dim=1)
 
     def extend_padding(self, padding: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-        """Padding of committed tokens followed by that of new ones; accepts a mask of all tokens.
-
-        Raises:
-            ValueError: neither the new tokens' mask nor one of all tokens.
-        """
-        if padding is not None and self.length and padding.shape == (batch, self.length + tokens):
-            return padding
+        """Padding of committed and new tokens, (batch, length + tokens), or None; the one given is
+        that of the new tokens, or already of all."""
         if padding is None and self.padding is None:
             return None
-        if padding is not None and padding.shape != (batch, tokens):
-            raise ValueError(
-                f"key_padding_mask must cover the {tokens} new tokens or all"
-                f" {self.length + tokens}, batch {batch}; got {tuple(padding.shape)}"
-            )
+        if padding is not None and padding.shape[1] != tokens:
+            return padding
         known = padding if padding is not None else self.padding
         assert known is not None
         old = known.new_zeros(batch, self.length) if self.padding is None else self.padding
@@ -143,8 +144,3 @@ class FilterCache:
             self.padding = self.padding.index_select(0, index)
         if self.times is not None and self.times.shape[0] > 1:
             self.times = self.times.index_select(0, index)
-
-
-def _join(old: Tensor, new: Tensor) -> Tensor:
-    rows = max(old.shape[0], new.shape[0])
-    return torch.cat((old.expand(rows, -1), new.expand(rows, -1)), dim=1)

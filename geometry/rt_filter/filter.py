@@ -21,7 +21,7 @@ from .model import inner_product, multiply_by_i, unit_direction
 from .parameters import FilterScalars
 from .paths.dense import PolarEstimate, PolarInputs, polar_estimate
 from .robust import robust_filter_estimate
-from .sphere import sphere_exp, sphere_log, tangent_project
+from .sphere import across, sphere_exp, sphere_log
 from .transport import apply_rotation, check_times, relative_times, rotation, rotation_angles
 from .visibility import Visibility
 
@@ -35,6 +35,12 @@ class RTFilterResult(NamedTuple):
     directional_weights, radial_weights: (…, tokens, tokens) of the last iteration; radial may be
         None.
     log_precision: log λ_ū of the directional evidence, (…, tokens).
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import rt_filter
+        >>> rt_filter(torch.randn(5, 4), torch.arange(5)).directional_weights.shape
+        torch.Size([5, 5])
     """
 
     state: Tensor
@@ -71,7 +77,7 @@ def _prepare(
     flat = observations.reshape(batch, tokens, 2 * dimension)
     if times.dim() > 1:
         times = times.expand(*shape[:-1]).reshape(batch, tokens)
-    relative, _ = relative_times(check_times(times, batch, tokens))
+    relative = relative_times(check_times(times, batch, tokens))
     if frequencies is None:
         frequencies = torch.zeros(dimension, dtype=flat.dtype, device=flat.device)
     if frequencies.shape != (dimension,):
@@ -86,15 +92,20 @@ def _prepare(
         flat = flat.masked_fill(padding.unsqueeze(-1), 0.0)
     turn = rotation(rotation_angles(relative, frequencies), flat.dtype)
     rotated = apply_rotation(flat, *turn, inverse=True)
-    return _Problem(turn, rotated, Visibility(relative, relative, causal, False, padding), shape)
+    return _Problem(turn, rotated, Visibility(relative, relative, causal, padding), shape)
 
 
-def _check_variances(positive: dict[str, float], rest: dict[str, float | None]) -> None:
+def _check_numbers(positive: dict[str, float], rest: dict[str, float]) -> None:
     for name, value in positive.items():
         check_number(name, value, above=0.0)
-    for name, optional in rest.items():
-        if optional is not None:
-            check_number(name, optional, 0.0)
+    for name, value in rest.items():
+        check_number(name, value, 0.0)
+
+
+def _scalars(like: Tensor, **values: float) -> FilterScalars:
+    """The numbers of Algorithm 1 for one head, 1 where none is given."""
+    named = dict.fromkeys(FilterScalars._fields, 1.0) | values
+    return FilterScalars(**{name: like.new_tensor([value]) for name, value in named.items()})
 
 
 def rt_filter(
@@ -131,6 +142,8 @@ def rt_filter(
     Magnitudes decay with |t_i − t_j| (Algorithm 1), so smoothing is meant for μ = 0: a later
     observation would have to grow on its way back.
 
+    Source: RT-Filter paper, section 3.4, appendix C.2, G.1 and G.3.
+
     Args:
         observations: lifted complex vectors (…, tokens, 2d), float32 or float64.
         times: (tokens,) or broadcastable to (…, tokens); any origin, order and spacing.
@@ -161,8 +174,20 @@ def rt_filter(
 
     Raises:
         ValueError, TypeError: on shapes, dtypes, or options that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import rt_filter, simulate_trajectories
+        >>> omega = torch.tensor([0.4, -1.3])
+        >>> tracks = simulate_trajectories(8, torch.arange(20.0).double(), omega, radial_std=0.3)
+        >>> rt_filter(tracks.observations, tracks.times, omega, radial_variance=0.09).state.shape
+        torch.Size([8, 20, 4])
     """
-    _check_variances(
+    if query_tangential_variance is None:
+        query_tangential_variance = tangential_variance
+    if query_radial_variance is None:
+        query_radial_variance = radial_variance
+    _check_numbers(
         {
             "tangential_variance": tangential_variance,
             "radial_variance": radial_variance,
@@ -195,29 +220,20 @@ def rt_filter(
         raise ValueError('missing observations need start="consensus"')
     problem = _prepare(observations, times, frequencies, valid, causal)
     observed_magnitude, observed = unit_direction(problem.rotated)
-    dimension = observations.shape[-1] // 2
-
-    def number(value: float) -> Tensor:
-        return observed.new_tensor([value])
-
-    query_tangential = (
-        tangential_variance if query_tangential_variance is None else query_tangential_variance
-    )
-    query_radial = radial_variance if query_radial_variance is None else query_radial_variance
-    scalars = FilterScalars(
-        decay=number(decay),
-        key_tangential=number(tangential_variance),
-        query_tangential=number(query_tangential),
-        inflation_tangential=number(inflation),
-        key_radial=number(radial_variance),
-        query_radial=number(query_radial),
-        inflation_radial=number(inflation),
-        magnitude_floor=number(magnitude_floor),
-        process_noise=number(process_noise),
-        nu_tangential=number(nu_tangential),
-        nu_radial=number(nu_radial),
-        temperature=number(1.0),
-        sphere_scale=number(1.0 / dimension),
+    scalars = _scalars(
+        observed,
+        decay=decay,
+        key_tangential=tangential_variance,
+        query_tangential=query_tangential_variance,
+        inflation_tangential=inflation,
+        key_radial=radial_variance,
+        query_radial=query_radial_variance,
+        inflation_radial=inflation,
+        magnitude_floor=magnitude_floor,
+        process_noise=process_noise,
+        nu_tangential=nu_tangential,
+        nu_radial=nu_radial,
+        sphere_scale=2.0 / observations.shape[-1],
     )
     settings = PolarSettings(
         weights=weights, radial=radial, exact=directional == "exact", process=process_noise > 0
@@ -247,7 +263,7 @@ def rt_filter(
         log_precision = found.log_precision.squeeze(1)
         step: Tensor | float = directional_step
         if gain == "bayes":
-            step = torch.sigmoid(log_precision - number(prior_precision).log()).unsqueeze(-1)
+            step = torch.sigmoid(log_precision - math.log(prior_precision)).unsqueeze(-1)
         mean = found.direction.squeeze(1)
         correction = radial_step * (found.magnitude.squeeze(1) - magnitude)
         if update == "geodesic":
@@ -258,11 +274,8 @@ def rt_filter(
             direction = sphere_exp(direction, step * scale * sphere_log(direction, target))
             state = (magnitude + correction).unsqueeze(-1) * direction
         else:
-            across = tangent_project(direction, mean)
-            if settings.exact:
-                across = tangent_project(multiply_by_i(direction), across)
-            move = step * magnitude.unsqueeze(-1) * across + correction.unsqueeze(-1) * direction
-            state = magnitude.unsqueeze(-1) * direction + move
+            move = step * magnitude.unsqueeze(-1) * across(direction, mean, exact=settings.exact)
+            state = (magnitude + correction).unsqueeze(-1) * direction + move
             direction = unit_direction(state)[1]
         magnitude = magnitude + correction
     assert found.directional_weights is not None
@@ -308,38 +321,35 @@ def isotropic_filter(
 
     Raises:
         ValueError, TypeError: on shapes, dtypes, or options that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import isotropic_filter
+        >>> isotropic_filter(torch.randn(5, 4), torch.arange(5), torch.tensor([0.4, -1.3])).shape
+        torch.Size([5, 4])
     """
-    _check_variances(
-        {"variance": variance, "nu": nu},
-        {
-            "decay": decay,
-            "query_variance": query_variance,
-            "inflation": inflation,
-            "process_noise": process_noise,
-        },
-    )
+    query_variance = variance if query_variance is None else query_variance
+    rest = {"decay": decay, "query_variance": query_variance, "inflation": inflation}
+    _check_numbers({"variance": variance, "nu": nu}, {**rest, "process_noise": process_noise})
     check_choice("weights", weights, ("student_t", "exponential"))
     check_choice("start", start, ("observation", "consensus"))
     check_count("iterations", iterations)
     problem = _prepare(observations, times, frequencies, None, causal)
     keys = problem.rotated.unsqueeze(1)
 
-    def number(value: float) -> Tensor:
-        return keys.new_tensor([value])
-
-    one = number(1.0)
-    scalars = FilterScalars(*(one for _ in FilterScalars._fields))._replace(
-        decay=number(decay),
-        key_tangential=number(variance),
-        query_tangential=number(variance if query_variance is None else query_variance),
-        inflation_tangential=number(inflation),
-        process_noise=number(process_noise),
-        nu_tangential=number(nu),
+    scalars = _scalars(
+        keys,
+        decay=decay,
+        key_tangential=variance,
+        query_tangential=query_variance,
+        inflation_tangential=inflation,
+        process_noise=process_noise,
+        nu_tangential=nu,
     )
     state = keys
     if start == "consensus":
         # Exponential weights of infinite ν: precisions alone.
-        plain = scalars._replace(nu_tangential=number(float("inf")))
+        plain = scalars._replace(nu_tangential=keys.new_tensor([math.inf]))
         state, _ = robust_filter_estimate(keys, keys, keys, problem.view, plain, student_t=False)
     for _ in range(iterations):
         state, _ = robust_filter_estimate(

@@ -28,16 +28,10 @@ __all__ = [
 
 
 class PolarSettings(NamedTuple):
-    """What is switched on. Hashable, so that compiled graphs specialise on it.
+    """What is switched on, as `PolarAttention` and `rt_filter` say; weights may be "none", too.
 
-    weights: "student_t" or "exponential" influence weights, or "none" (Gaussian likelihood).
-    magnitude_precision: whether κ grows with the transported magnitude.
-    decay: whether magnitudes and variances decay with the lag.
-    radial: "own" attention weights A_R, "shared" (A_T reused), "joint" (A_R times the directional
-        influence weights; dense path only), or "off".
-    radial_exponent: "likelihood" for ν_r + 1, "influence" for 1 (Algorithm 1 as printed).
-    exact: the exact directional estimate of G.1 instead of the chordal one.
-    process: whether there is process noise at all (its variance is costly to evaluate).
+    exact: the directional estimate of G.1 instead of the chordal one. process: whether there is
+    process noise at all, whose variance is costly. The dense path alone serves radial="joint".
     """
 
     weights: str = "student_t"
@@ -67,11 +61,7 @@ class LagTables(NamedTuple):
 
 
 def lag_tables(lag: Tensor, scalars: FilterScalars, settings: PolarSettings) -> LagTables:
-    """Algorithm 1, step 3: the parts of κ, κ̃, ρ and ρ̃ that depend on the lag.
-
-    Args:
-        lag: t_i − t_j of any shape; scalars must broadcast against it.
-    """
+    """Algorithm 1, step 3: what depends on the lag t_i − t_j alone, of the lag's shape."""
     log_decay = _log_decay(lag, scalars, settings.decay)
     noise = _noise(lag, scalars, settings.decay and settings.process)
     tangential, residual = _log_variances(
@@ -138,12 +128,8 @@ def directional_logits(
 ) -> Tensor:
     """L_T = log κ − (ν_t + 1) log(1 + d²/ν_t), or log κ − d²/ν_t with exponential weights.
 
-    Args:
-        gap: 1 − c_ij ≥ 0 (chordal, d² = 2 κ̃ gap) or 1 − |c_ij|² (exact, d² = κ̃ gap).
-        key_magnitude: m_j, (…, 1, keys).
-
-    Returns:
-        Logits of gap's shape, without the inverse temperature.
+    Of the shape of gap = 1 − c_ij ≥ 0 (chordal, d² = 2 κ̃ gap) or 1 − |c_ij|² (exact, d² = κ̃ gap),
+    without the inverse temperature. key_magnitude: m_j, (…, 1, keys).
     """
     core = tables.slope * (key_magnitude * key_magnitude) + tables.offset
     # An observation that is exactly zero knows no direction: the smallest weight there is.
@@ -167,9 +153,7 @@ def radial_logits(
 ) -> Tensor:
     """L_R = log ρ − (ν_r + 1) log(1 + d_r²/ν_r), d_r² = ρ̃ (c_ij M̂_ij − m_i)²; appendix C.2.1.
 
-    Args:
-        projected: c_ij M̂_ij, the transported magnitude seen along the query's direction.
-        query_magnitude: m_i, (…, queries, 1).
+    projected: c_ij M̂_ij, magnitudes seen along the query's direction; query_magnitude: m_i, (…, 1).
     """
     off = projected - query_magnitude
     distance = tables.rho_tilde * off * off / scalars.nu_radial
@@ -196,10 +180,8 @@ def robust_filter_logits(
 
     L = log P − (ν + 1) log(1 + P̃ ‖R‖²/(ν d)), ‖R‖² = ‖q‖² + E²‖k‖² − 2E Re(q†k).
 
-    Args:
-        product: Re(q̃_i†k̃_j), (…, queries, keys); query_squared (…, queries, 1), key_squared
-            (…, 1, keys) squared norms; lag broadcastable against product.
-        dimension: complex features per head.
+    product: Re(q̃_i†k̃_j), (…, queries, keys); query_squared (…, queries, 1) and key_squared
+    (…, 1, keys) squared norms; dimension: complex features per head.
     """
     log_decay = _log_decay(lag, scalars, decay)
     factor = torch.exp(log_decay)

@@ -66,15 +66,11 @@ class Float32Module(nn.Module):
 
 
 class PositiveParameter(Float32Module):
-    """Positive numbers softplus(raw), `raw` stored at the inverse softplus of the initial
-    values.
-    """
+    """Positive numbers softplus(raw), `raw` stored at the inverse softplus of the initial value."""
 
-    def __init__(self, initial: float | list[float], shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, initial: float, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
-        values = initial if isinstance(initial, list) else [initial] * math.prod(shape)
-        raw = torch.tensor([inverse_softplus(v) for v in values], dtype=torch.float32)
-        self.raw = nn.Parameter(raw.reshape(shape if not isinstance(initial, list) else (-1,)))
+        self.raw = nn.Parameter(torch.full(shape, inverse_softplus(initial), dtype=torch.float32))
 
     def forward(self) -> Tensor:
         # Without a threshold: softplus(x) must not jump to x for large values.
@@ -103,9 +99,7 @@ def decay_rates(num_heads: int, low: float, high: float) -> list[float]:
 
 
 class DecayRates(Float32Module):
-    """μ ≥ 0 per head. A head that starts at 0 never decays: softplus cannot reach 0, so it is
-    masked.
-    """
+    """μ ≥ 0 per head. A head that starts at 0 is masked, for softplus cannot reach 0."""
 
     moving: Tensor
 
@@ -119,9 +113,7 @@ class DecayRates(Float32Module):
 
 
 class RotaryFrequencies(Float32Module):
-    """Angular frequencies (dimension,), float32 whatever the module is cast to; learned or
-    fixed.
-    """
+    """Angular frequencies (dimension,), float32 whatever the module is cast to."""
 
     frequencies: Tensor
     fixed = True
@@ -163,7 +155,5 @@ class FilterScalars(NamedTuple):
     sphere_scale: Tensor
 
     def reshaped(self, *trailing: int) -> FilterScalars:
-        """Each tensor (heads,) as (heads, 1, …): one more axis of size 1 per entry of
-        `trailing`.
-        """
+        """Each tensor (heads,) as (heads, *trailing)."""
         return FilterScalars(*(p.reshape(-1, *trailing) for p in self))

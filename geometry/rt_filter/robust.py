@@ -6,12 +6,12 @@ Source: RT-Filter paper, appendix A.4.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import check_choice, check_number, renamed
+from ..checks import renamed
 from ..softmax import masked_softmax
 from .base import (
     AttentionOptions,
@@ -22,7 +22,7 @@ from .base import (
 )
 from .cache import FilterCache
 from .logits import robust_filter_logits
-from .parameters import DecayRates, FilterScalars, PositiveParameter, decay_rates
+from .parameters import FilterScalars
 from .paths.sliced import map_query_slices
 from .stream import TokenStream
 from .transport import apply_rotation, rotation
@@ -48,9 +48,7 @@ def robust_filter_estimate(
     keys: int | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Σ_j A_ij E_ij ṽ_j for queries start…stop, and A; rotated inputs (batch, heads, tokens,
-    2d).
-    """
+    """Σ_j A_ij E_ij ṽ_j for queries start…stop, and A; rotated inputs (batch, heads, tokens, 2d)."""
     query, key, value = query[:, :, start:stop], key[:, :, :keys], value[:, :, :keys]
     per_head = scalars.reshaped(1, 1)
     lag = view.lag(start, stop, keys)
@@ -74,19 +72,25 @@ def robust_filter_estimate(
 
 
 class RobustFilterAttention(FilterAttention):
-    """Multi-head Robust Filter Attention (appendix A.4): x ↦ W_o V̄.
+    """Multi-head Robust Filter Attention (appendix A.4): x ↦ W_o V̄, (batch, tokens, embed_dim).
 
-    The arguments and the call are those of `PolarAttention` where they apply; tokens see one
-    another through Mahalanobis distances of transported keys, values are rotated, decayed, averaged
-    and counter-rotated. Put a residual connection, and a norm if wanted, around it.
+    The call and the options not named here are those of `PolarAttention`; tokens see one another
+    through Mahalanobis distances of transported keys, values are rotated, decayed, averaged and
+    counter-rotated. Put a residual connection, and a norm if wanted, around it.
 
     Args:
-        weights: "student_t" or "exponential" influence weights.
-        decay: decay and variances of A.4 with a learned rate per head; False: μ = 0.
         process_noise: initial σ²; 0 leaves process noise out.
         normalize: bring queries, keys and values to length √d first (the sphere of
             `PolarAttention`).
-        rotary: False leaves out transport by rotation.
+
+    Raises:
+        ValueError: sizes or options that make no sense together.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import RobustFilterAttention
+        >>> RobustFilterAttention(embed_dim=16, num_heads=2)(torch.randn(3, 5, 16)).shape
+        torch.Size([3, 5, 16])
     """
 
     @renamed(d_model="embed_dim", causal="is_causal")
@@ -95,43 +99,12 @@ class RobustFilterAttention(FilterAttention):
         embed_dim: int,
         num_heads: int,
         *,
-        weights: Literal["student_t", "exponential"] = "student_t",
-        decay: bool = True,
-        decay_range: tuple[float, float] = (1e-3, 1e-1),
         process_noise: float = 1.0,
         normalize: bool = False,
-        rotary: bool = True,
-        nu: float = 4.0,
-        temperature: float = 1.0,
-        backend: Literal["auto", "dense", "chunked"] = "auto",
         **options: Unpack[AttentionOptions],
     ) -> None:
-        check_choice("weights", weights, ("student_t", "exponential"))
-        check_choice("backend", backend, ("auto", "dense", "chunked"))
-        check_number("process_noise", process_noise, 0.0)
-        check_number("nu", nu, above=0.0)
-        check_number("temperature", temperature, above=0.0)
-        super().__init__(embed_dim, num_heads, rotary=rotary, backend=backend, **options)
-        self.weights, self.decay, self.normalize = weights, decay, normalize
-        shape = (num_heads,)
-        scalars: dict[str, nn.Module | None] = {
-            "decay": DecayRates(decay_rates(num_heads, *decay_range)) if decay else None,
-            "key_tangential": PositiveParameter(1.0, shape),
-            "query_tangential": PositiveParameter(1.0, shape),
-            "inflation_tangential": PositiveParameter(1.0, shape),
-            "process_noise": PositiveParameter(process_noise, shape)
-            if decay and process_noise
-            else None,
-            "nu_tangential": PositiveParameter(nu, shape),
-            "temperature": PositiveParameter(temperature, shape),
-        }
-        self._hold_scalars(scalars)
-
-    def filter_scalars(self) -> FilterScalars:
-        """Current η² (key_tangential), γ² (query_tangential), ι², σ², μ, ν_s, β_s; each
-        (heads,).
-        """
-        return self._read_scalars()
+        super().__init__(embed_dim, num_heads, process_noise=process_noise, **options)
+        self.normalize = normalize
 
     def _step(
         self,
@@ -144,9 +117,9 @@ class RobustFilterAttention(FilterAttention):
     ) -> tuple[Tensor, Tensor, AttentionWeights | None, None]:
         query, key, value = tokens.query, tokens.key, tokens.value
         view = stream.view
-        fresh = view.key_times[:, view.key_times.shape[1] - key.shape[2] :]
-        turn = rotation(self._angles(view.query_times), query.dtype)
-        key_turn = rotation(self._angles(fresh), key.dtype)
+        turn = key_turn = rotation(self._angles(view.query_times), query.dtype)
+        if tokens.own is not None:
+            key_turn = rotation(self._angles(view.key_times), key.dtype)
         if self.normalize:
             length = math.sqrt(self.head_dim)
             query, key, value = (unit(t)[1] * length for t in (query, key, value))
@@ -157,7 +130,7 @@ class RobustFilterAttention(FilterAttention):
             key, value = cache.stage(layer, (key, value), stream.tokens)
         (key, value), poisoned = quarantine(view, key, value)
         scalars = FilterScalars(*(s.to(query.dtype) for s in self.filter_scalars()))
-        keys, dropout = key.shape[2], self.dropout if self.training else 0.0
+        dropout = self.dropout if self.training else 0.0
 
         def piece(start: int, stop: int | None, visible: int | None) -> tuple[Tensor, Tensor]:
             return robust_filter_estimate(
@@ -175,17 +148,11 @@ class RobustFilterAttention(FilterAttention):
             )
 
         weights = None
-        if self._use_dense(query, keys, need_weights):
+        if self._use_dense(query, key, need_weights):
             estimate, attention = piece(0, None, None)
             weights = AttentionWeights(attention, None)
         else:
             (estimate,) = map_query_slices(
-                lambda start, stop, visible: piece(start, stop, visible)[:1],
-                query.shape[0] * self.num_heads,
-                query.shape[2],
-                keys,
-                view,
-                stream.ahead,
-                random=dropout > 0,
+                lambda *bounds: piece(*bounds)[:1], query, key, view, stream.ahead
             )
         return apply_rotation(estimate, *turn), tokens.lost | poisoned.any(1), weights, None

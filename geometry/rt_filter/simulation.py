@@ -19,7 +19,15 @@ __all__ = ["Trajectories", "simulate_trajectories"]
 
 
 class Trajectories(NamedTuple):
-    """states and observations: (count, tokens, 2d); times: (tokens,); outliers: (count, tokens)."""
+    """states and observations: (count, tokens, 2d); times: (tokens,); outliers: (count, tokens).
+
+    What `simulate_trajectories` returns: float64, outliers boolean.
+
+    Example:
+        >>> from rpt.geometry.rt_filter import Trajectories
+        >>> Trajectories._fields
+        ('states', 'observations', 'times', 'outliers')
+    """
 
     states: Tensor
     observations: Tensor
@@ -40,16 +48,23 @@ def simulate_trajectories(
     outlier_scale: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Trajectories:
-    """Draw x(t) = e^{(−μ+iω)t} x(0) and observations with radial and tangential Gaussian noise.
+    """Draw x(t) = e^{(−μ+iω)t} x(0) and observations with radial and tangential noise (Eq. 1–5).
 
     Args:
-        times: (tokens,), float64, starting anywhere.
+        times: (tokens,), starting anywhere; frequencies: ω, (d,).
         radial_std, tangential_std: η_r and η_t per real coordinate, in units of `magnitude`'s.
         outlier_rate: probability that an observation is replaced by a random direction of
             `outlier_scale` times the true magnitude.
 
     Raises:
         ValueError: a count, deviation or rate out of range.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import simulate_trajectories
+        >>> tracks = simulate_trajectories(8, torch.arange(20.0), torch.tensor([0.3, -1.1]))
+        >>> tracks.states.shape, tracks.outliers.shape
+        (torch.Size([8, 20, 4]), torch.Size([8, 20]))
     """
     check_count("count", count, 0)
     for name, value in (

@@ -50,13 +50,8 @@ def token_stream(
     attn_mask: Tensor | None = None,
     cache: FilterCache | None = None,
 ) -> TokenStream:
-    """The stream of x alone, after what the cache holds, or of x over a memory.
-
-    Args:
-        work: dtype of the scores.
-
-    Raises:
-        ValueError, TypeError: as `FilterAttention.forward` says.
+    """The stream of x alone, after what the cache holds, or of x over a memory, or the errors that
+    `FilterAttention.forward` promises. work: dtype of the scores.
     """
     if memory is None:
         if memory_times is not None:
@@ -81,27 +76,26 @@ def _self_stream(
     causal: bool,
 ) -> TokenStream:
     batch, tokens, _ = x.shape
-    before = 0 if cache is None else cache.length
-    regular = times is None
-    if regular:
-        if cache is not None and not cache.regular:
+    cache = FilterCache() if cache is None else cache
+    before, regular = cache.length, times is None
+    if times is None:
+        if not cache.regular:
             raise ValueError("the cached tokens came with times; pass times for these, too")
         new = _grid(before, tokens, x.device)
     else:
-        assert times is not None
-        if cache is not None and before and cache.regular:
+        if before and cache.regular:
             raise ValueError("the cached tokens came without times; pass none for these, too")
         new = check_times(times.to(x.device), batch, tokens)
     if padding is not None:
-        both = cache is not None and padding.dim() == 2 and padding.shape[1] != tokens
-        check_padding_mask(padding, batch, tokens + before if both else tokens)
-    if cache is not None:
-        padding = cache.extend_padding(padding, batch, tokens)
-    if padding is not None and not regular:
-        new = _fill_padded_times(new, padding[:, padding.shape[1] - tokens :], cache)
-    everything = new if cache is None else cache.extend_times(new)
-    key_times, _ = relative_times(everything)
-    view = Visibility(key_times[:, before:], key_times, causal, regular, padding)
+        both = before and isinstance(padding, Tensor) and padding.shape[-1:] != (tokens,)
+        check_padding_mask(padding, batch, before + tokens if both else tokens)
+    padding = cache.extend_padding(padding, batch, tokens)
+    if padding is not None and times is not None:
+        origin = cache.times[:, :1] if cache.times is not None and before else None
+        new = _fill_padded_times(new, padding[:, before:], origin)
+    everything = cache.extend_times(new)
+    key_times = relative_times(everything)
+    view = Visibility(key_times[:, before:], key_times, causal, padding)
     return TokenStream(view, before if regular else None, (everything, padding, regular))
 
 
@@ -130,10 +124,10 @@ def _cross_stream(
             theirs = _fill_padded_times(theirs, padding, None)
         ahead = None
     origin = (theirs if keys else own)[:, :1]
-    key_times, _ = relative_times(theirs, origin)
-    query_times, _ = relative_times(own, origin)
+    key_times = relative_times(theirs, origin)
+    query_times = relative_times(own, origin)
     return TokenStream(
-        Visibility(query_times, key_times, causal, times is None, padding),
+        Visibility(query_times, key_times, causal, padding),
         ahead,
         (theirs, padding, times is None),
     )
@@ -144,14 +138,12 @@ def _grid(start: int, tokens: int, device: torch.device) -> Tensor:
     return torch.arange(start, start + tokens, device=device, dtype=dtype).unsqueeze(0)
 
 
-def _fill_padded_times(times: Tensor, padding: Tensor, cache: FilterCache | None) -> Tensor:
-    """Give padded tokens the time of the first real one, so that theirs, whatever it is, is
-    unused.
-    """
+def _fill_padded_times(times: Tensor, padding: Tensor, origin: Tensor | None) -> Tensor:
+    """Give padded tokens the first real one's time, or the origin, so that theirs is unused."""
     times = times.expand(padding.shape)
     if not padding.shape[1]:
         return times
     first = times.gather(1, (~padding).to(torch.uint8).argmax(1, keepdim=True))
-    if cache is not None and cache.origin is not None:
-        first = cache.origin.expand_as(first)
+    if origin is not None:
+        first = origin.expand_as(first)
     return torch.where(padding, first, times)

@@ -20,13 +20,12 @@ from .cache import FilterCache
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["FeedForward", "PolarTransformer", "PolarTransformerBlock"]
+__all__ = ["PolarTransformer", "PolarTransformerBlock"]
 
 
 class FeedForward(nn.Module):
     """down(GELU(up(x))), without biases."""
 
-    @renamed(d_model="embed_dim")
     def __init__(self, embed_dim: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         check_count("feed_forward", hidden)
@@ -41,14 +40,23 @@ class FeedForward(nn.Module):
 class PolarTransformerBlock(nn.Module):
     """z⁺ = z + attention(z), then z⁺ + FFN(RMSNorm(z⁺)): steps 9 and 10 of Algorithm 1.
 
-    No norm stands before attention, whose own normalisation takes its place; `pre_norm=True` puts
-    one there, as the standard transformer has. Keyword options go to `PolarAttention`.
+    No norm stands before attention, whose own normalisation takes its place. Keyword options go to
+    `PolarAttention`.
 
     Args:
         feed_forward: hidden width, default 4·embed_dim.
         dropout: on the directional attention weights and the feed-forward output.
         standard: the standard pre-norm transformer block with rotary positions instead: every
-            correction off (`PolarAttention.standard`), and `pre_norm`.
+            correction off (`PolarAttention.standard`), and a norm before attention.
+
+    Raises:
+        ValueError: sizes or options that make no sense together.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import PolarTransformerBlock
+        >>> PolarTransformerBlock(embed_dim=16, num_heads=2)(torch.randn(3, 5, 16)).shape
+        torch.Size([3, 5, 16])
     """
 
     @renamed(d_model="embed_dim", causal="is_causal")
@@ -59,7 +67,6 @@ class PolarTransformerBlock(nn.Module):
         *,
         feed_forward: int | None = None,
         dropout: float = 0.0,
-        pre_norm: bool | None = None,
         standard: bool = False,
         eps: float = 1e-6,
         **options: Any,
@@ -67,8 +74,7 @@ class PolarTransformerBlock(nn.Module):
         super().__init__()
         check_number("eps", eps, 0.0)
         make = PolarAttention.standard if standard else PolarAttention
-        pre_norm = standard if pre_norm is None else pre_norm
-        self.attention_norm = nn.RMSNorm(embed_dim, eps=eps) if pre_norm else None
+        self.attention_norm = nn.RMSNorm(embed_dim, eps=eps) if standard else None
         self.attention = make(embed_dim, num_heads, dropout=dropout, **options)
         self.feed_forward_norm = nn.RMSNorm(embed_dim, eps=eps)
         self.feed_forward = FeedForward(
@@ -82,8 +88,8 @@ class PolarTransformerBlock(nn.Module):
 
     @renamed(causal="is_causal")
     def forward(self, z: Tensor, **call: Unpack[AttentionCall]) -> Tensor:
-        """(batch, tokens, embed_dim) to the same; keywords as in `PolarAttention.forward`, a cache is
-        committed at the end of the call."""
+        """(batch, tokens, embed_dim) to the same; keywords and errors are those of
+        `PolarAttention.forward`. A cache is committed at the end of the call."""
         cache = call.get("cache")
         if cache is not None:
             cache.open(z.shape[0], 1)
@@ -100,9 +106,7 @@ class PolarTransformerBlock(nn.Module):
         prior_log_precision: Tensor | None = None,
         **call: Unpack[AttentionCall],
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` inside a stack: no commit, and the precision of G.3 handed from layer to
-        layer.
-        """
+        """`forward` inside a stack: no commit; the precision of G.3 goes from layer to layer."""
         normed = z if self.attention_norm is None else self.attention_norm(z)
         found = self.attention.filter(
             normed, layer=layer, prior_log_precision=prior_log_precision, **call
@@ -114,13 +118,25 @@ class PolarTransformerBlock(nn.Module):
 
 
 class PolarTransformer(nn.Module):
-    """A causal language model of Polar Transformer blocks, with generation through the cache.
+    """A causal language model of Polar Transformer blocks (appendix E), tokens to logits.
 
     Args:
         vocab_size: tokens.
         embed_dim, num_heads, num_layers: sizes.
         tie_embeddings: the output head shares the embedding's matrix.
         options: for every `PolarTransformerBlock`, such as `standard=True`.
+
+    Raises:
+        ValueError: sizes or options that make no sense together.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import PolarTransformer
+        >>> model = PolarTransformer(vocab_size=20, embed_dim=16, num_heads=2, num_layers=1)
+        >>> model(torch.randint(20, (3, 5))).shape
+        torch.Size([3, 5, 20])
+        >>> model.generate(torch.randint(20, (3, 5)), 2).shape
+        torch.Size([3, 7])
     """
 
     @renamed(d_model="embed_dim", causal="is_causal")

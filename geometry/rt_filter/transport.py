@@ -23,7 +23,6 @@ __all__ = [
     "apply_rotation",
     "check_times",
     "context_angles",
-    "decay_factor",
     "process_variance",
     "relative_times",
     "rotary_frequencies",
@@ -47,6 +46,11 @@ def rotary_frequencies(
 
     Raises:
         ValueError: dimension < 1, or base not positive.
+
+    Example:
+        >>> from rpt.geometry.rt_filter import rotary_frequencies
+        >>> rotary_frequencies(4, base=16.0)
+        tensor([1.0000, 0.5000, 0.2500, 0.1250])
     """
     if dimension < 1 or base <= 0:
         raise ValueError(f"need dimension ≥ 1 and base > 0, got {dimension} and {base}")
@@ -59,8 +63,7 @@ def rotary_frequencies(
 
 
 def check_times(times: Tensor, batch: int, tokens: int, name: str = "times") -> Tensor:
-    """Bring times of shape (tokens,), (1, tokens) or (batch, tokens) to float64 (1 or batch,
-    tokens).
+    """Times (tokens,), (1, tokens) or (batch, tokens) as float64 (1 or batch, tokens).
 
     Raises:
         TypeError: half-precision or non-real times.
@@ -106,22 +109,26 @@ def _refuse_lost_times(times: Tensor, name: str) -> None:
                 )
 
 
-def relative_times(times: Tensor, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def relative_times(times: Tensor, origin: Tensor | None = None) -> Tensor:
     """Subtract each sequence's first time (or `origin`, (rows, 1)) in the dtype of `times`."""
-    if origin is None:
-        origin = times[:, :1]
-    return times - origin, origin
+    return times - (times[:, :1] if origin is None else origin)
 
 
 def rotation_angles(relative: Tensor, frequencies: Tensor) -> Tensor:
-    """θ = ω t, shape (…, tokens, d), in the dtype of `relative`; frequencies (d,) radians per
-    unit.
+    """θ = ω t, (…, tokens, d), of times (…, tokens), in their dtype, and frequencies (d,) (Eq. 3).
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import rotation_angles
+        >>> rotation_angles(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.5]))
+        tensor([[0., 0.],
+                [2., 1.]])
     """
     return relative.unsqueeze(-1) * frequencies.to(relative.dtype)
 
 
 def rotate(x: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
-    """Multiply each complex feature by e^{iθ} (e^{−iθ} with `inverse`): rotary position embedding.
+    """Multiply each complex feature by e^{iθ} (e^{−iθ} with `inverse`): rotary positions (F.2).
 
     Args:
         x: lifted complex features (…, tokens, 2d), interleaved pairs, any floating dtype.
@@ -132,6 +139,12 @@ def rotate(x: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
 
     Raises:
         ValueError: the last sizes do not match, or the tokens dimension would be broadcast.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import rotate
+        >>> rotate(torch.tensor([[1.0, 0.0]]), torch.tensor([[torch.pi / 4]]))
+        tensor([[0.7071, 0.7071]])
     """
     if x.shape[-1] != 2 * angles.shape[-1] or x.shape[-2] != angles.shape[-2]:
         raise ValueError(
@@ -163,10 +176,8 @@ def context_angles(
 ) -> Tensor:
     """Angles that add up along the tokens (extension G.2), float64, (batch, heads, tokens, d).
 
-    Args:
-        increments: each token's own, (batch, tokens, heads · d).
-        padding: boolean (batch, keys), True where a token turns nothing; the last ones are these.
-        earlier: angles of the tokens before, (batch, heads, keys, d), or None.
+    Padded tokens add nothing; those of `padding`, (batch, keys), end with these. `earlier` are the
+    angles of the tokens before, (batch, heads, keys, d), or None.
     """
     work = torch.float32 if increments.device.type == "mps" else torch.float64
     steps = increments.to(work).unflatten(-1, (num_heads, -1)).transpose(1, 2)
@@ -176,14 +187,14 @@ def context_angles(
     return angles if earlier is None else angles + earlier[:, :, -1:]
 
 
-def decay_factor(lag: Tensor, decay: Tensor) -> Tensor:
-    """E = exp(−μ |lag|), from time differences, never as a ratio of two exponentials."""
-    return torch.exp(-decay * lag.abs())
-
-
 def process_variance(lag: Tensor, decay: Tensor) -> Tensor:
-    """(1 − e^{−2μ|lag|})/(2μ), the variance of unit process noise (appendix A.4), |lag| at μ =
-    0.
+    """(1 − e^{−2μ|lag|})/(2μ), the variance of unit process noise (appendix A.4), |lag| at μ = 0.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import process_variance
+        >>> process_variance(torch.tensor(3.0), torch.tensor([0.0, 0.5]))
+        tensor([3.0000, 0.9502])
     """
     span = lag.abs()
     exponent = 2.0 * decay * span
@@ -203,9 +214,15 @@ def transport_state(
     """Predict the lifted state (…, 2d) `lag` (…) later: e^{−μ lag} Φ(lag) x (Eq. 6).
 
     The lag is signed: a negative one transports backwards and amplifies.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.rt_filter import transport_state
+        >>> x, lag, omega = torch.tensor([1.0, 0.0]), torch.tensor(2.0), torch.tensor([0.5])
+        >>> transport_state(x, lag, omega, decay=0.1)  # turned by 1 radian, shorter by e^−0.2
+        tensor([0.4424, 0.6889])
     """
     angles = rotation_angles(lag, frequencies)
     gain = torch.exp(-torch.as_tensor(decay, dtype=lag.dtype, device=lag.device) * lag)
-    return rotate(x.unsqueeze(-2), angles.unsqueeze(-2)).squeeze(-2) * gain.unsqueeze(-1).to(
-        x.dtype
-    )
+    turned = rotate(x.unsqueeze(-2), angles.unsqueeze(-2)).squeeze(-2)
+    return turned * gain.unsqueeze(-1).to(x.dtype)

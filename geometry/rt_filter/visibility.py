@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..softmax import damaged
 
-__all__ = ["Visibility", "quarantine", "rows_that_see", "slice_ends", "visible_rows"]
+__all__ = ["Visibility", "quarantine", "rows_that_see", "slice_ends"]
 
 
 class Visibility(NamedTuple):
@@ -21,7 +21,6 @@ class Visibility(NamedTuple):
 
     query_times, key_times: (1 or batch, tokens), relative to one origin; a key is visible where it
         is not later than the query (equal times see one another).
-    index_ordered: whether times are 0, 1, 2, … for both, so that order of time is order of index.
     padding: (batch, keys), True where the key is padding; or None.
     mask: boolean (True: may attend) or additive floating, (1 or batch, 1 or heads, queries, keys),
         as in `F.scaled_dot_product_attention`; or None.
@@ -30,7 +29,6 @@ class Visibility(NamedTuple):
     query_times: Tensor
     key_times: Tensor
     causal: bool
-    index_ordered: bool
     padding: Tensor | None = None
     mask: Tensor | None = None
 
@@ -42,9 +40,7 @@ class Visibility(NamedTuple):
     def allowed(
         self, lag: Tensor, start: int = 0, stop: int | None = None, keys: int | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Boolean visibility (broadcastable to (batch, heads, q, k)) and additive part; None:
-        all, 0.
-        """
+        """Boolean visibility, broadcastable to (batch, heads, q, k), and additive part; or None."""
         allowed = lag >= 0 if self.causal else None
         if self.padding is not None:
             allowed = _both(allowed, ~self.padding[:, None, None, :keys])
@@ -63,11 +59,7 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 
 
 def rows_that_see(keys: Tensor, view: Visibility) -> Tensor:
-    """Queries that see at least one of the marked keys: boolean (batch, 1 or heads, queries).
-
-    Args:
-        keys: boolean (batch, keys).
-    """
+    """Queries that see one of the marked keys (batch, keys): boolean (batch, 1 or heads, queries)."""
     marked = keys if view.padding is None else keys & ~view.padding
     if view.mask is not None:
         allowed = view.mask if view.mask.dtype == torch.bool else view.mask > float("-inf")
@@ -80,13 +72,6 @@ def rows_that_see(keys: Tensor, view: Visibility) -> Tensor:
     times = view.key_times.expand_as(marked)
     earliest = times.masked_fill(~marked, float("inf")).amin(-1, keepdim=True)
     return (view.query_times >= earliest).unsqueeze(1)
-
-
-def visible_rows(view: Visibility, batch: int) -> Tensor:
-    """Queries that are not fully masked: boolean (batch, 1 or heads, queries)."""
-    times = view.key_times
-    everything = torch.ones(batch, times.shape[1], dtype=torch.bool, device=times.device)
-    return rows_that_see(everything, view)
 
 
 def slice_ends(
@@ -122,11 +107,8 @@ def slice_ends(
 def quarantine(view: Visibility, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
     """Replace keys that are not finite by zeros; say which queries see one, (batch, 1 or heads, q).
 
-    So they cannot reach queries that do not see them, in value or gradient; the queries that do are
-    set to NaN by the caller, as plain arithmetic would have done.
-
-    Args:
-        tensors: per-key features (batch, heads, keys, 2d) or magnitudes (batch, heads, keys).
+    So they cannot reach queries that do not see them, in value or gradient; the caller sets the
+    others to NaN. Tensors are features (batch, heads, keys, 2d) or magnitudes (batch, heads, keys).
     """
     marks = [damaged(t if t.dim() == 4 else t.unsqueeze(-1)) for t in tensors]
     bad = torch.stack(marks).any(0).any(1)

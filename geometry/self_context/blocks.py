@@ -37,6 +37,12 @@ class ContextMLP(nn.Module):
 
     Raises:
         ValueError: an option out of its range.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.self_context import ContextMLP
+        >>> ContextMLP(input_dim=2, output_dim=1, width=16)(torch.randn(5, 2)).shape
+        torch.Size([5, 1])
     """
 
     def __init__(
@@ -94,6 +100,12 @@ class ContextTransformerBlock(nn.Module):
 
     Raises:
         ValueError: an option out of its range.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.self_context import ContextTransformerBlock
+        >>> ContextTransformerBlock(embed_dim=16, num_heads=2)(torch.randn(3, 5, 16)).shape
+        torch.Size([3, 5, 16])
     """
 
     @renamed(d_model="embed_dim", heads="num_heads", causal="is_causal")

@@ -23,20 +23,21 @@ EVIDENCE_FEATURES = 4
 RESPONSE_WIDTH = 12
 
 
-def lelu(x: Tensor) -> Tensor:
-    """Return x · sigmoid(π x / √3), elementwise, in the dtype of `x`."""
-    # Not silu(kx)/k: that is NaN once kx leaves the range of a half-precision x.
-    return x * torch.sigmoid(LELU_SLOPE * x)
-
-
 class LELU(nn.Module):
     """Logistic-gated linear unit x · sigmoid(π x / √3): the gate's distribution has unit variance.
 
-    Shape: any; output like input. Source: the RPT guide.
+    Shape: any; output like input, in its dtype. Source: the RPT guide.
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.self_context import LELU
+        >>> LELU()(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.1402,  0.0000,  0.8598])
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return lelu(x)
+        # Not silu(kx)/k: that is NaN once kx leaves the range of a half-precision x.
+        return x * torch.sigmoid(LELU_SLOPE * x)
 
 
 def _rms(x: Tensor) -> Tensor:
@@ -83,6 +84,12 @@ class SoftEikonalLinear(nn.Module):
             negative or not finite, or an input whose last dimension is not `n_in`.
 
     Source: the RPT guide, "Inside one self-context layer".
+
+    Example:
+        >>> import torch
+        >>> from rpt.geometry.self_context import SoftEikonalLinear
+        >>> SoftEikonalLinear(8, 3, self_context_strength=0.25)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 3])
     """
 
     primitive: Tensor

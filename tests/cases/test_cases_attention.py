@@ -219,7 +219,7 @@ EVENTS = torch.tensor([0.0, 0.5, 1.25, 7.0], dtype=torch.float64)
 @pytest.mark.parametrize("origin", [0.0, 1.7e9])
 def test_case_30_scores_of_real_times(origin):
     q = torch.tensor([1.0, 0.0]).expand(1, 4, 2)
-    relative, _ = relative_times(check_times(EVENTS + origin, 1, 4))
+    relative = relative_times(check_times(EVENTS + origin, 1, 4))
     turned = rotate(q, rotation_angles(relative, torch.ones(1)), inverse=True)[0]
     scores = turned @ turned.T
     assert float(scores[0, 1]) == pytest.approx(math.cos(0.5), abs=1e-5)

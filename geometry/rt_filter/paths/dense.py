@@ -69,12 +69,7 @@ def polar_estimate(
 ) -> PolarEstimate:
     """Directional and radial estimates for queries start…stop against the first `keys` keys.
 
-    Args:
-        scalars: per head, shape (heads,).
-        dropout: probability of dropping a directional weight A_T (inverted scaling). The radial
-            mean, whose weights must sum to one, is left alone.
-        precision: also return log λ_ū.
-        weights: also return the attention weights.
+    Dropout acts on directional weights; the radial mean, whose weights sum to one, is left alone.
     """
     query, own = inputs.query[:, :, start:stop], inputs.query_magnitude[:, :, start:stop, None]
     key, value = inputs.key[:, :, :keys], inputs.value[:, :, :keys]

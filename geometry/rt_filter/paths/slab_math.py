@@ -20,7 +20,7 @@ from torch import Tensor
 from ..visibility import slice_ends
 from .slab_tables import MASKED, GridTables, LagValues, Scratch, Slab, TimeTables
 
-__all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab", "multiply_rows"]
+__all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab"]
 
 SLAB_ELEMENTS = 2**17
 MAX_SLICE = 64
@@ -161,11 +161,6 @@ class Intermediates(NamedTuple):
     radial: Tensor | None = None
 
 
-def _bmm(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out=out.flatten(0, 1))
-    return out
-
-
 def _dot(left: Tensor, right: Tensor) -> Tensor:
     """Σ left·right per head of a group, (group,)."""
     group = left.shape[0]
@@ -284,9 +279,9 @@ def backward_slab(work: Work, slab: Slab, grads: Gradients, upward: Upward) -> N
     magnitude = work.rows(slab, upward.magnitude).unsqueeze(-1)
     temperature, exponent = work.constant(TEMPERATURE, slab), work.constant(EXPONENT, slab)
 
-    score = _bmm(
-        work.scratch("logits", shape), direction, work.value[heads, :, :keys].transpose(2, 3)
-    )
+    score = work.scratch("logits", shape)
+    value = work.value[heads, :, :keys].flatten(0, 1)
+    torch.bmm(direction.flatten(0, 1), value.mT, out=score.flatten(0, 1))
     grads.value[heads, ..., :keys] += direction.mT @ saved.kept
     if saved.dropped is not None:
         score.mul_(saved.dropped)
@@ -322,9 +317,7 @@ def backward_slab(work: Work, slab: Slab, grads: Gradients, upward: Upward) -> N
     if work.radial:
         decay_grad = _backward_radial(work, slab, grads, upward, saved, cosine_grad)
     work.tables.add_decay(slab, decay_grad)
-    grads_query = cosine_grad @ work.key[heads, :, :keys]
-    total = work.query.shape[2]
-    grads.query[heads, :, total - slab.queries.stop : total - slab.queries.start] = grads_query
+    work.rows(slab, grads.query).copy_(cosine_grad @ work.key[heads, :, :keys])
     grads.key[heads, ..., :keys] += work.rows(slab, work.query).mT @ cosine_grad
 
 
@@ -363,10 +356,7 @@ def _backward_radial(
         product = torch.mul(pull, saved.off, out=saved.off).neg_()
         off_grad = pull.mul_(saved.lags.rho).mul_(-2.0)
         work.tables.add_radial(slab, radial_score, product)
-        total = work.own.shape[2]
-        grads.own[heads, :, total - slab.queries.stop : total - slab.queries.start] = -off_grad.sum(
-            -1
-        )
+        work.rows(slab, grads.own).copy_(-off_grad.sum(-1))
         projected_grad.add_(off_grad)
     cosine_grad.addcmul_(projected_grad, saved.moved)
     # x = m_j E cos
@@ -374,7 +364,3 @@ def _backward_radial(
     product = torch.mul(moved_grad, saved.lags.decay, out=saved.moved)
     grads.magnitude[heads, :, :keys] += product.sum(2)
     return moved_grad.mul_(work.magnitude[heads, :, None, :keys])
-
-
-def multiply_rows(work: Work, slab: Slab, direction: Tensor, saved: Intermediates) -> None:
-    work.rows(slab, direction).copy_(saved.kept @ work.value[slab.heads, :, : slab.keys])

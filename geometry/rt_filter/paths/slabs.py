@@ -23,10 +23,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...masks import additive_mask
 from ...softmax import SECOND_DERIVATIVES
 from ..logits import PolarSettings, lag_tables
 from ..parameters import FilterScalars
-from ..visibility import Visibility, visible_rows
+from ..visibility import Visibility, rows_that_see
 from .dense import PolarEstimate, PolarInputs
 from .slab_math import (
     EXPONENTIAL,
@@ -38,11 +39,10 @@ from .slab_math import (
     Work,
     backward_slab,
     forward_slab,
-    multiply_rows,
 )
 from .slab_tables import MASKED
 
-__all__ = ["kernel_estimate", "slab_estimate"]
+__all__ = ["slab_estimate", "tables_at_times"]
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor query_magnitude, Tensor key_magnitude,"
@@ -59,7 +59,7 @@ def _polar_forward(*inputs):  # type: ignore[no-untyped-def]
     direction, mean = torch.empty_like(work.query), torch.zeros_like(work.own)
     for slab in work.slabs:
         saved = forward_slab(work, slab)
-        multiply_rows(work, slab, direction, saved)
+        work.rows(slab, direction).copy_(saved.kept @ work.value[slab.heads, :, : slab.keys])
         if saved.radial is not None and saved.projected is not None:
             product = torch.mul(
                 saved.radial, saved.projected, out=work.scratch("logits", saved.gap.shape)
@@ -133,51 +133,60 @@ _polar_forward.register_autograd(_propagate, setup_context=_save_for_backward)
 _polar_backward.register_autograd(_refuse)
 
 
-def kernel_estimate(
+def slab_estimate(
     inputs: PolarInputs,
+    view: Visibility,
     scalars: FilterScalars,
     settings: PolarSettings,
-    *,
-    causal: bool,
-    ahead: int = 0,
-    times: tuple[Tensor, Tensor] | None = None,
-    bias: Tensor | None = None,
+    ahead: int | None,
     dropout: float = 0.0,
 ) -> PolarEstimate:
-    """`dense.polar_estimate` in memory linear in the tokens.
+    """`dense.polar_estimate` in memory linear in the tokens, for chordal settings.
 
     Args:
-        ahead: how many keys precede query 0 (the cache's length); query i stands at time ahead + i,
-            key j at time j.
-        times: instead, times of queries and keys, (1 or batch, tokens), float64, without gradient.
-        bias: additive mask (1 or batch, 1 or heads, 1 or queries, keys), finite (MASKED where
-            nothing may pass) and without gradient; or None.
-
-    Raises:
-        ValueError: settings.exact, which this path does not compute; at given times also process
-            noise, or no magnitude precision.
+        view: its mask, and its times where they are given, have no gradient.
+        ahead: how many keys precede query 0 (the cache's length) where query i stands at time
+            ahead + i, key j at time j; None at other times, for settings of `tables_at_times`.
     """
-    if settings.exact or (times is not None and not tables_at_times(settings)):
-        raise ValueError(f"{settings} has no closed-form path here")
     exponential = settings.weights == "exponential"
     temperature = scalars.temperature
     exponent = temperature if exponential else temperature * (scalars.nu_tangential + 1.0)
     likelihood = settings.radial_exponent == "likelihood"
     radial_exponent = scalars.nu_radial + 1.0 if likelihood else torch.ones_like(exponent)
     constants = torch.stack((temperature, exponent, radial_exponent))
-    both: tuple[Tensor, Tensor] | tuple[None, None] = times or (None, None)
-    if times is None:
-        queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-        tables = _grid_tables(queries, keys, ahead, causal, scalars, settings)
+    times: tuple[Tensor | None, ...] = (None, None)
+    if ahead is None:
+        tables, times = _numbers(scalars, settings), (view.query_times, view.key_times)
     else:
-        tables = _numbers(scalars, settings)
+        lengths = inputs.query.shape[2], inputs.key.shape[2]
+        tables = _grid_tables(*lengths, ahead, view.causal, scalars, settings)
     flags = EXPONENTIAL * exponential + RADIAL * (settings.radial != "off")
     flags += SHARED * (settings.radial == "shared")
     seed = torch.randint(2**31, (), device="cpu") if dropout else torch.zeros((), dtype=torch.long)
+    bias, first = _bias(view, inputs.query.dtype), (ahead or 0) if view.causal else -1
     direction, mean = _polar_forward(
-        *inputs, tables, constants, bias, *both, seed, flags, ahead if causal else -1, dropout
+        *inputs, tables, constants, bias, *times, seed, flags, first, dropout
     )
-    return PolarEstimate(direction, inputs.query_magnitude if settings.radial == "off" else mean)
+    own = inputs.query_magnitude
+    mean = own if settings.radial == "off" else mean
+    if bias is not None or ahead is None:
+        batch, _, keys, _ = inputs.key.shape
+        everything = torch.ones(batch, keys, dtype=torch.bool, device=own.device)
+        visible = rows_that_see(everything, view)
+        direction = direction.masked_fill(~visible[..., None], 0.0)
+        mean = torch.where(visible, mean, own)
+    return PolarEstimate(direction, mean)
+
+
+def _bias(view: Visibility, dtype: torch.dtype) -> Tensor | None:
+    """Padding and mask as one additive mask, finite: MASKED where nothing may pass."""
+    bias = None
+    if view.padding is not None:
+        bias = additive_mask(~view.padding, dtype).clamp_min(MASKED)[:, None, None]
+    if view.mask is not None:
+        mask = additive_mask(view.mask, dtype).clamp_min(MASKED)
+        bias = mask if bias is None else bias + mask
+    return bias
 
 
 def tables_at_times(settings: PolarSettings) -> bool:
@@ -229,43 +238,4 @@ def _numbers(scalars: FilterScalars, settings: PolarSettings) -> Tensor:
             scalars.query_radial,
             scalars.nu_radial,
         )
-    )
-
-
-def slab_estimate(
-    inputs: PolarInputs,
-    view: Visibility,
-    scalars: FilterScalars,
-    settings: PolarSettings,
-    ahead: int | None,
-    dropout: float,
-) -> PolarEstimate:
-    """`kernel_estimate` with the masks as an additive bias, and fully masked rows at zero."""
-    dtype, bias = inputs.query.dtype, None
-    if view.padding is not None:
-        bias = torch.zeros_like(view.padding, dtype=dtype)
-        bias = bias.masked_fill(view.padding, MASKED)[:, None, None]
-    if view.mask is not None:
-        mask = view.mask
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, MASKED)
-        else:
-            mask = mask.to(dtype).clamp_min(MASKED)
-        bias = mask if bias is None else bias + mask
-    found = kernel_estimate(
-        inputs,
-        scalars,
-        settings,
-        causal=view.causal,
-        ahead=ahead or 0,
-        times=(view.query_times, view.key_times) if ahead is None else None,
-        bias=bias,
-        dropout=dropout,
-    )
-    if bias is None and ahead is not None:
-        return found
-    visible = visible_rows(view, inputs.key.shape[0])
-    return PolarEstimate(
-        found.direction.masked_fill(~visible[..., None], 0.0),
-        torch.where(visible, found.magnitude, inputs.query_magnitude),
     )

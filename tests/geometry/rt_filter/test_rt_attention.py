@@ -314,19 +314,26 @@ def _hide_prefix(tokens, prefix):
 
 
 def test_bayesian_gain_follows_the_formula():
-    layer = PolarAttention(16, 2, gain="bayes", radial="off").double()
-    x = torch.randn(1, 6, 16).double()
-    prior = torch.randn(1, 2, 6).double()
+    layer = PolarAttention(16, 1, gain="bayes", radial="off").double()
+    with torch.no_grad():
+        layer.prior_carry.raw += 0.4
+        layer.prior_precision.raw -= 0.3
+        layer.key_projection.weight.copy_(layer.query_projection.weight)
+    x, prior = torch.randn(1, 6, 16).double(), torch.randn(1, 1, 6).double()
+    carry, floor = layer.prior_carry(), layer.prior_precision()
+    found = layer.filter(x).log_precision.exp() - floor
+    before = carry * prior.exp() + floor
     step = layer.filter(x, prior_log_precision=prior)
-    fixed = PolarAttention(16, 2, radial="off").double()
+    torch.testing.assert_close(step.log_precision, (found + before).log())
+    fixed = PolarAttention(16, 1, radial="off", step=0.5).double()
     fixed.load_state_dict(layer.state_dict(), strict=False)
-    _, weights = fixed(x, need_weights=True)
-    assert weights.radial is None
-    found = step.log_precision.exp() - (prior.exp() + 1.0)
-    # κ w summed by hand from the logits' definition is tested on the plain filter; here: λ⁺ > λ⁻,
-    # and a token with more keys in sight has more precision.
-    assert bool((found > 0).all())
-    assert step.output.shape == x.shape
+    gain = found / (before + found)
+    torch.testing.assert_close(step.output, 2 * gain.squeeze(1).unsqueeze(-1) * fixed(x))
+    # λ_ū itself: the first token sees only itself, with query and key alike: κ of its own state.
+    numbers = layer.filter_scalars()
+    size = layer.value_projection(x)[:, 0].square().sum(-1) / 16
+    variance = numbers.key_tangential + numbers.inflation_tangential
+    torch.testing.assert_close(found[:, 0, 0], (size + numbers.magnitude_floor) / variance)
 
 
 def test_dropout_drops_only_directional_weights_and_only_in_training():

@@ -1,6 +1,8 @@
 """The plain filter: updates, weights, extensions, and that it tracks better than its rivals."""
 
+import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,6 +198,17 @@ def test_it_tracks_better_than_the_isotropic_filter_where_noise_is_not_isotropic
     assert magnitude_error(data.states, found.magnitude) < magnitude_error(
         data.states, unit_direction(isotropic)[0]
     )
+
+
+def test_the_tracking_example_compares_its_filters(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "examples"))
+    example = importlib.import_module("rt_filter_tracking")
+    generator, times = torch.Generator().manual_seed(0), torch.arange(30, dtype=torch.float64)
+    data = simulate_trajectories(
+        16, times, example.FREQUENCIES, radial_std=0.3, tangential_std=0.03, generator=generator
+    )
+    angles = {k: v[0] for k, v in example.compare(data, 0.0, 0.3, 0.03).items()}
+    assert angles["RT-Filter"] < angles["isotropic filter"] < angles["observation"]
 
 
 def test_missing_observations_and_smoothing():

@@ -1,18 +1,17 @@
-"""Dense, sliced, closed-form and FlexAttention paths mean the same; gradients, masks, memory."""
+"""Dense, sliced and closed-form paths mean the same; gradients, masks, memory."""
+
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
-from rpt.geometry.rt_filter import (
-    FilterScalars,
-    PolarAttention,
-    PolarInputs,
-    PolarSettings,
-    RobustFilterAttention,
-    Visibility,
-    kernel_estimate,
-    polar_estimate,
-)
+from rpt.geometry.rt_filter import PolarAttention, RobustFilterAttention
+from rpt.geometry.rt_filter.logits import PolarSettings
+from rpt.geometry.rt_filter.parameters import FilterScalars
 from rpt.geometry.rt_filter.paths import slab_math, slabs, sliced
+from rpt.geometry.rt_filter.paths.dense import PolarInputs, polar_estimate
+from rpt.geometry.rt_filter.paths.slabs import slab_estimate
+from rpt.geometry.rt_filter.visibility import Visibility
 from torch.nn import functional as F
 
 SETTINGS = {
@@ -63,9 +62,9 @@ def test_closed_form_path_equals_the_dense_one(small_slabs, name, causal, querie
     inputs, scalars = make(2, 3, queries, keys, 6, torch.float64)
     settings, ahead = SETTINGS[name], keys - queries
     times = torch.arange(keys, dtype=torch.float64)[None]
-    view = Visibility(times[:, ahead:], times, causal, True)
+    view = Visibility(times[:, ahead:], times, causal)
     dense = polar_estimate(inputs, view, scalars, settings)
-    fast = kernel_estimate(inputs, scalars, settings, causal=causal, ahead=ahead)
+    fast = slab_estimate(inputs, view, scalars, settings, ahead)
     torch.testing.assert_close(fast.direction, dense.direction, rtol=0, atol=1e-13)
     torch.testing.assert_close(fast.magnitude, dense.magnitude, rtol=0, atol=1e-13)
     leaves = [*inputs, *scalars]
@@ -83,7 +82,7 @@ def test_dense_path_has_right_first_and_second_derivatives():
     for exact in (False, True):
         inputs, scalars = make(1, 1, 3, 3, 4, torch.float64)
         times = torch.arange(3, dtype=torch.float64)[None]
-        view = Visibility(times, times, True, True)
+        view = Visibility(times, times, True)
         settings = PolarSettings(exact=exact)
 
         def run(*leaves, view=view, settings=settings):
@@ -155,14 +154,14 @@ def test_robust_filter_attention_agrees_on_both_paths(small_slabs, situation):
 def test_single_precision_deviation_is_of_rounding_size():
     inputs, scalars = make(2, 2, 300, 300, 16, torch.float32)
     times = torch.arange(300, dtype=torch.float64)[None]
-    view = Visibility(times, times, True, True)
+    view = Visibility(times, times, True)
     exact_inputs = PolarInputs(*(t.detach().double().requires_grad_() for t in inputs))
     exact_scalars = FilterScalars(*(t.detach().double().requires_grad_() for t in scalars))
     reference = polar_estimate(exact_inputs, view, exact_scalars, PolarSettings())
     wanted = loss_and_gradients(reference, [*exact_inputs, *exact_scalars])
     for path in (
         lambda: polar_estimate(inputs, view, scalars, PolarSettings()),
-        lambda: kernel_estimate(inputs, scalars, PolarSettings(), causal=True),
+        lambda: slab_estimate(inputs, view, scalars, PolarSettings(), 0),
     ):
         found = path()
         torch.testing.assert_close(found.direction.double(), reference.direction, rtol=0, atol=3e-6)
@@ -173,55 +172,15 @@ def test_single_precision_deviation_is_of_rounding_size():
 
 def test_dropout_gradient_is_that_of_the_mask_drawn(small_slabs):
     inputs, scalars = make(1, 2, 17, 17, 6, torch.float64)
+    times = torch.arange(17, dtype=torch.float64)[None]
+    view = Visibility(times, times, True)
 
-    def run(value):
+    def run(key, value):
         torch.manual_seed(5)
-        moved = inputs._replace(value=value)
-        return kernel_estimate(moved, scalars, PolarSettings(), causal=True, dropout=0.4).direction
+        moved = inputs._replace(key=key, value=value)
+        return slab_estimate(moved, view, scalars, PolarSettings(), 0, dropout=0.4).direction
 
-    def run_key(key):
-        torch.manual_seed(5)
-        moved = inputs._replace(key=key)
-        return kernel_estimate(moved, scalars, PolarSettings(), causal=True, dropout=0.4).direction
-
-    assert torch.autograd.gradcheck(run, (inputs.value,), fast_mode=True)
-    assert torch.autograd.gradcheck(run_key, (inputs.key,), fast_mode=True)
-
-
-@pytest.mark.parametrize("situation", ["grid", "times", "padding", "mask"])
-def test_flex_attention_gives_the_same_values(situation):
-    layer = PolarAttention(16, 2)
-    x = torch.randn(2, 20, 16)
-    call = {
-        "grid": {},
-        "times": {"times": torch.rand(20) * 30},
-        "padding": {"key_padding_mask": torch.arange(20) < torch.tensor([[0], [4]])},
-        "mask": {"attn_mask": torch.rand(20, 20) > 0.3},
-    }[situation]
-    with torch.no_grad():
-        layer.backend = "dense"
-        reference = layer(x, **call)
-        layer.backend = "flex"
-        torch.testing.assert_close(layer(x, **call), reference, rtol=1e-5, atol=2e-6)
-    with pytest.raises(RuntimeError, match="no backward"):
-        layer(x)
-    with pytest.raises(ValueError, match="chordal"):
-        PolarAttention(16, 2, directional="exact", backend="flex")(x)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_flex_attention_gradients_on_cuda():
-    layer = PolarAttention(64, 2).cuda()
-    x = torch.randn(2, 256, 64, device="cuda", requires_grad=True)
-    results = []
-    for backend in ("dense", "flex", "chunked"):
-        layer.backend = backend
-        y = layer(x)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])))
-    for other in results[1:]:
-        for mine, reference in zip(other, results[0], strict=True):
-            scale = float(reference.abs().max())
-            assert float((mine - reference).abs().max()) < 1e-3 * scale + 1e-5
+    assert torch.autograd.gradcheck(run, (inputs.key, inputs.value), fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", [PolarAttention, RobustFilterAttention])
@@ -250,7 +209,9 @@ def test_the_fast_path_is_an_ordinary_operator():
     original = slabs._polar_forward
     try:
         slabs._polar_forward = capture
-        kernel_estimate(inputs, scalars, PolarSettings(), causal=True)
+        times = torch.arange(6, dtype=torch.float64)[None]
+        view = Visibility(times, times, True)
+        slab_estimate(inputs, view, scalars, PolarSettings(), 0)
     finally:
         slabs._polar_forward = original
     arguments = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
@@ -262,27 +223,13 @@ def test_the_fast_path_is_an_ordinary_operator():
     )
 
 
-def peak_memory(tokens, times):
-    """Largest sum of live tensors during forward and backward, in MiB, as the allocator counts."""
-    layer = PolarAttention(32, 2, head_dim=8)
-    x = torch.randn(1, tokens, 32, requires_grad=True)
-    call = {"times": torch.arange(tokens) * 0.5} if times else {}
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
-        layer(x, **call).sum().backward()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak / 2**20
-
-
 @pytest.mark.parametrize("times", [False, True], ids=["grid", "times"])
 def test_memory_grows_linearly(times, monkeypatch):
     """One float32 weight matrix for two heads takes 32 MiB at 2048 tokens, and many are needed."""
     for module in (slab_math, sliced):
         monkeypatch.setattr(module, "SLAB_ELEMENTS", 2**15)
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[4] / "examples" / "bench"))
+    peak_memory = importlib.import_module("rt_attention").peak_memory
     short, long = peak_memory(512, times), peak_memory(2048, times)
     assert long < short + 10
     assert long < 25
