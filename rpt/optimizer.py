@@ -28,7 +28,7 @@ from .checkpoint import canonical_name, check_loadable, matched_by_name, restore
 from .groups import Groups
 from .manifold import manifold_of, step_on_manifold
 from .observing import NOTHING, Observing, own
-from .options import DEFAULTS, Nonfinite, ObserverNull, PolarSchedule, Preset, Rounding
+from .options import DEFAULTS, Nonfinite, ObserverNull, PolarDtype, PolarSchedule, Preset, Rounding
 from .ownership import (
     MODES,
     Agreement,
@@ -125,6 +125,7 @@ class ResidualPolarTransport(Optimizer):
         polar_release_beta: float | None = DEFAULTS["polar_release_beta"],
         polar_steps: int = DEFAULTS["polar_steps"],
         polar_schedule: PolarSchedule = DEFAULTS["polar_schedule"],
+        polar_dtype: PolarDtype | torch.dtype = DEFAULTS["polar_dtype"],
         matrix_ridge: float = DEFAULTS["matrix_ridge"],
         roots: str | RootBackend = DEFAULTS["roots"],
         root_drift_threshold: float | None = DEFAULTS["root_drift_threshold"],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .scalars import Numbers, Scalars
 
-__all__ = ["Schedule", "polar_factor", "polar_schedule", "polar_share"]
+__all__ = ["Schedule", "polar_factor", "polar_schedule", "polar_share", "working_dtype"]
 
 Coefficients = tuple[float, float, float]
 
@@ -71,14 +71,42 @@ def polar_schedule(name: str, steps: int) -> Schedule:
     return Schedule(chosen + (_FINAL,) * (steps - len(chosen)), tight=True)
 
 
+def working_dtype(name: str, like: Tensor) -> torch.dtype:
+    """The dtype of the Newton–Schulz products that the option `polar_dtype` asks for.
+
+    Args:
+        name: "auto", "float32" or "bfloat16".
+        like: what is to be shaped; a float64 tensor is never lowered.
+    """
+    if like.dtype == torch.float64:
+        return torch.float64
+    if name == "auto":
+        return torch.bfloat16 if _has_bfloat16(like.device) else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+@cache
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether its products in bfloat16 are several times as fast: CUDA from compute capability 8 on."""
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 8
+
+
+# How far rounding to bfloat16 may lift the largest singular value: the first steps throw what lies above
+# one far off.
+_MARGIN = 1.01
+
+
 def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor:
     """Approximate the polar factor U Vᵀ of each matrix U S Vᵀ.
 
     All steps are polynomials in the Gram matrix of the shorter side, which is formed once: a matrix
-    twice as long as wide or longer is touched only to form it and to apply the product.
+    twice as long as wide or longer is touched only to form it and to apply the product. Not so in
+    bfloat16, whose rounding would make small eigenvalues of that Gram matrix negative.
 
     Args:
-        matrix: (b, rows, cols), float32 or float64.
+        matrix: (b, rows, cols), float32, float64 or bfloat16.
         schedule: coefficients and start.
         numbers: how the lengths are kept.
 
@@ -87,22 +115,25 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
     """
     x, (short, long) = matrix, sorted(matrix.shape[-2:])
     tall = matrix.shape[-2] > short
-    gram_side = long >= 2 * short
+    low = matrix.dtype == torch.bfloat16
+    wide = torch.float32 if low else matrix.dtype
+    gram_side = long >= 2 * short and not low
     read, tensor, at_least = numbers.read, numbers.tensor, numbers.at_least
 
     gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
     if schedule.tight:
         # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm. Of a matrix much
         # shorter than one the eighth powers are zero in float32: A is divided by its trace first.
-        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).view(-1, 1, 1)
+        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).view(-1, 1, 1)
         shrink = 1.0 / at_least(read(trace), 1e-30)
         square = torch.bmm(gram.mul_(tensor(shrink)), gram)
         # Of a trace of one the norm is at least n^-3/2: less is what underflowed.
-        scale = at_least(read(_lengths(square)), 1e-10) ** -0.5
+        scale = at_least(read(_lengths(square, wide)), 1e-10) ** -0.5
+        scale = scale / _MARGIN**2 if low else scale
         start = (scale * shrink) ** 0.5
     else:
         square = torch.bmm(gram, gram)
-        start = 1.0 / at_least(read(_lengths(x)), 1e-7)
+        start = 1.0 / at_least(read(_lengths(x, wide)), 1e-7)
         scale = start * start
     inverse = tensor(start)
     gram, square = gram.mul_(tensor(scale)), square.mul_(tensor(scale * scale))
@@ -130,7 +161,12 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
 
 
 def polar_share(
-    update: Tensor, weight: Scalars, schedule: Schedule, transport_eps: float, numbers: Numbers
+    update: Tensor,
+    weight: Scalars,
+    schedule: Schedule,
+    transport_eps: float,
+    numbers: Numbers,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Mix each update with its norm-matched polar factor and restore the update's own length.
 
@@ -143,6 +179,8 @@ def polar_share(
         schedule: of the polar factor.
         transport_eps: updates no longer than this are left alone.
         numbers: how the numbers are kept; on the host they decide what is computed.
+        dtype: of the products of the polar factor, None for the update's own. Lengths are taken and
+            matched in the update's.
 
     Returns:
         (b, rows, cols). Rows with α = 0 come back unchanged, bit for bit.
@@ -151,7 +189,7 @@ def polar_share(
     length = numbers.read(_lengths(update))
     # Where nothing is to be shaped the coefficients become 1, 0 and 1: unchanged, bit for bit.
     alpha = weight[:, :, None] * (length > transport_eps)
-    factor = polar_factor(update, schedule, numbers)
+    factor = polar_factor(update.to(dtype or update.dtype), schedule, numbers).to(update.dtype)
     size = numbers.read(_lengths(factor))
     factor.mul_(tensor(alpha * length * ((size > 0) / where(size > 0, size, 1.0))))
     # Reading the host's own memory costs nothing, and the weight is 1 until something is observed.
@@ -163,6 +201,6 @@ def polar_share(
     return blend.mul_(tensor(restore))
 
 
-def _lengths(matrix: Tensor) -> Tensor:
+def _lengths(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Frobenius norms, (b, 1, 1)."""
-    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=dtype)

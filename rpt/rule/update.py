@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..roots import Damping, RootBackend
 from .length import next_energy, rescale, signal, step_rms, tempered
-from .polar import Schedule, polar_share
+from .polar import Schedule, polar_share, working_dtype
 from .scalars import Numbers, Scalars
 from .transport import carry, certificate, live_frame, norm, store_frame
 
@@ -38,6 +38,7 @@ class Rule:
     polar_beta: float
     polar_release_beta: float
     polar_schedule: Schedule
+    polar_dtype: str
     transport_eps: float
     root_drift_threshold: float | None
     max_root_staleness: int
@@ -188,6 +189,7 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
             rule.polar_schedule,
             rule.transport_eps,
             numbers,
+            working_dtype(rule.polar_dtype, update),
         ).reshape(count, -1)
         if count < len(update):
             update[:count] = shaped
