@@ -417,8 +417,7 @@ class ResidualPolarTransport(Optimizer):
                     for work in batch:
                         outcomes.append(deliver(work, ranks))
                         done.append(work)
-                        if work.failed is not None and not recorded:
-                            tried += work.tried()
+                        tried += work.tried()
                 except Exception as error:
                     ranks.fail(error)
                     self._settled = False  # what was opened may be half done
@@ -485,9 +484,10 @@ class ResidualPolarTransport(Optimizer):
         return list(compress(live, finite)), list(compress(peaks, finite))
 
     def _move_gain(self, group: dict[str, Any], mine: list[Outcome], recorded: bool) -> None:
+        # Where the coherences are: here the host would wait for them.
+        if mine and group["gain"].device != mine[0].coherence.device:
+            group["gain"] = group["gain"].to(mine[0].coherence.device)
         if group["capturable"] and mine:
-            if group["gain"].device != mine[0].coherence.device:
-                group["gain"] = group["gain"].to(mine[0].coherence.device)
             # In place: a replay reads what the replay before it wrote.
             group["gain"].copy_(group_gain(group, mine))
         elif not recorded:
