@@ -156,10 +156,11 @@ def _read_drifts(waiting: Sequence[Work]) -> None:
 def _by_products(work: Work) -> bool:
     """Whether roots come from matrix products (`rpt.roots.newton`) where nothing is recorded either.
 
-    On a device they do: there `torch.linalg.eigh` makes the host wait and takes a batch one after
-    another (500 matrices of 100×100 in 0.9 s, torch issue 174674), where the products of a batch are
-    some fifty calls. On a CPU `eigh` is 2.4 to 6 times as fast. float64 and the published rule, which asks for
-    the drift of exact roots, decompose everywhere, and so does a backend that knows no products.
+    On a device they do: there `torch.linalg.eigh` makes the host wait and takes the matrices of a batch
+    one after the other (500 of 100×100 in 0.9 s on a recent GPU, torch issue 174674), where products
+    take all of them in some fifty calls. On a CPU `eigh` is 2.4 to 6 times as fast. float64, the
+    published rule, which asks for the drift of exact roots, and backends that know no products
+    decompose everywhere.
     """
     stack, rule = work.stack, work.rule
     return (

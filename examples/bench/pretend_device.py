@@ -4,7 +4,7 @@
         parameter = nn.Parameter(torch.randn(64, 64, device=device.device))
         ...
         optimizer.step()
-    device.waits, device.launches
+    device.waits, device.calls
 
 Inside, tensors made on it are wrappers that say so and compute on the CPU, or on no device at all
 (`values=False`), where every value that is read comes back as one: a model of any size then costs
@@ -12,20 +12,20 @@ nothing. Code takes the path that it takes on a GPU. Counted are
 
     waits     whatever makes the host wait for the device: a value read, a blocking copy in either
               direction, an index by a mask, a decomposition
-    launches  operators that run a kernel: all but views and the allocation of empty tensors; one of a
-              list of tensors (`_foreach_…`) counts once, though a long list takes several
+    calls     operators that launch a kernel: all but views and the allocation of empty tensors; one of a
+              list of tensors (`_foreach_…`) counts once, though a long list takes several launches
 
-and operands on different devices are refused, as CUDA does. An operator may run more than one kernel
-(a reduction in two passes, a product that splits), and fused ones fewer: compare counts, do not multiply
-them by a time without saying so.
+and operands on different devices are refused, as CUDA does. An operator may launch more than one kernel
+(a reduction in two passes, a product that splits): compare counts, do not take them for exact.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-__all__ = ["PretendDevice"]
+__all__ = ["Call", "PretendDevice"]
 
 NAME = "pretended"
 
@@ -43,6 +43,7 @@ def pretended() -> torch.device:
     """The device; torch keeps one name free for a backend written in Python (from torch 2.9 on)."""
     _setup_privateuseone_for_python_backend(NAME)
     return torch.device(NAME, 0)
+
 
 # Operators that hand a value to the host, or that wait for a status.
 _WAITING = (
@@ -61,8 +62,22 @@ _WAITING = (
     "linalg_inv_ex",
     "linalg_lu_factor_ex",
 )
+_DECOMPOSING: dict[str, Callable[[int, int], float]] = {
+    "_linalg_eigh": lambda m, n: 9 * n**3,
+    "linalg_qr": lambda m, n: 4 * m * n**2 - 4 / 3 * n**3,
+    "_linalg_svd": lambda m, n: 14 * m * n**2 + 8 * n**3,
+}
 _ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _READS = ("tolist", "numpy")
+
+
+class Call(NamedTuple):
+    """One operator: the dtype it works in, the operations of a product, the bytes of all operands."""
+
+    name: str
+    dtype: torch.dtype
+    flops: int
+    bytes: int
 
 
 class _There(Tensor):
@@ -103,9 +118,8 @@ class PretendDevice(TorchDispatchMode):
         waiting: called with the name of each operator that waits; to find where.
 
     Attributes:
-        waits, launches: by operator.
-        flops: multiplications and additions of matrix products, by their dtype.
-        bytes: read and written by launches that are no matrix products.
+        waits: by operator.
+        calls: in their order.
     """
 
     def __init__(self, values: bool = True, waiting: Callable[[str], None] | None = None) -> None:
@@ -118,9 +132,7 @@ class PretendDevice(TorchDispatchMode):
     def clear(self) -> None:
         """Count from zero."""
         self.waits: Counter[str] = Counter()
-        self.launches: Counter[str] = Counter()
-        self.flops: Counter[torch.dtype] = Counter()
-        self.bytes = 0
+        self.calls: list[Call] = []
 
     def wait(self, name: str) -> None:
         self.waits[name] += 1
@@ -128,8 +140,10 @@ class PretendDevice(TorchDispatchMode):
             self.waiting(name)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Its values; where there are none, ones."""
-        return tensor if self.home.type == "cpu" else torch.ones(tensor.shape, dtype=tensor.dtype)
+        """Its values; where there are none, ones, and False."""
+        if self.home.type == "cpu":
+            return tensor
+        return torch.full(tensor.shape, tensor.dtype != torch.bool, dtype=tensor.dtype)
 
     def __enter__(self):  # type: ignore[no-untyped-def]
         # These read memory without an operator.
@@ -181,9 +195,11 @@ class PretendDevice(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return func(self.read(there[0].inner))
         args, kwargs = tree_map(self._inside, (args, kwargs))
+        if name == "nonzero" and self.home.type == "meta":
+            return _There(torch.empty(0, args[0].ndim, dtype=torch.int64, device="meta"))
         found = func(*args, **kwargs)
         self._count(func, name, args, kwargs, found)
-        return self._outside(func, found, given, args)
+        return self._outside(found, given)
 
     def _inside(self, value: Any) -> Any:
         if isinstance(value, _There):
@@ -192,7 +208,7 @@ class PretendDevice(TorchDispatchMode):
             return value.to("meta")
         return value
 
-    def _outside(self, func: Any, found: Any, given: list[Tensor], args: Any) -> Any:
+    def _outside(self, found: Any, given: list[Tensor]) -> Any:
         """Results on the device; of an operator in place, the tensor that was given."""
         known = {id(x.inner): x for x in given if isinstance(x, _There)}
 
@@ -220,14 +236,13 @@ class PretendDevice(TorchDispatchMode):
             values = self.read(values)
         elif arrives and not leaves and self.home.type == "meta":
             values = values.to("meta")
-        self.launches[name] += 1
         if name == "copy_":
-            (to.inner if isinstance(to, _There) else to).copy_(values)
-            self.bytes += 2 * values.numel() * values.element_size()
+            target_values = to.inner if isinstance(to, _There) else to
+            target_values.copy_(values)
+            self.calls.append(Call(name, values.dtype, 0, 2 * _bytes([values])))
             return to
-        options = kwargs | {"device": self.home if arrives else torch.device("cpu")}
-        made = func(values, **options)
-        self.bytes += values.numel() * values.element_size() + made.numel() * made.element_size()
+        made = func(values, **(kwargs | {"device": self.home if arrives else torch.device("cpu")}))
+        self.calls.append(Call(name, made.dtype, 0, _bytes([values, made])))
         return _There(made) if arrives else made
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
@@ -237,11 +252,28 @@ class PretendDevice(TorchDispatchMode):
         )
         if view or name in _ALLOCATING:
             return
-        self.launches[name] += 1
         operands = [x for x in tree_flatten((args, kwargs, found))[0] if isinstance(x, Tensor)]
-        if name in ("mm", "bmm", "addmm", "baddbmm", "baddbmm_", "addmm_"):
-            left, right = args[-2:]
-            batch = left.shape[0] if left.ndim == 3 else 1
-            work = 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1]
-            self.flops[left.dtype] += work
-        self.bytes += sum(x.numel() * x.element_size() for x in operands)
+        dtype = operands[0].dtype if operands else torch.float32
+        self.calls.append(Call(name, dtype, _operations(name, args), _bytes(operands)))
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _operations(name: str, args: Any) -> int:
+    """Multiplications and additions of a product or a decomposition, 0 for everything else.
+
+    Decompositions as in Golub and Van Loan, "Matrix Computations", 4th edition: eigenvalues and vectors
+    9 n³ (8.3.3), a QR with its Q 4 m n² - 4/3 n³ (5.2), a thin
+    singular value decomposition 14 m n² + 8 n³ (8.6.4).
+    """
+    if name.rstrip("_") in ("mm", "bmm", "addmm", "baddbmm"):
+        left, right = args[-2:]
+        batch = left.shape[0] if left.ndim == 3 else 1
+        return 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    if name not in _DECOMPOSING:
+        return 0
+    rows, cols = args[0].shape[-2:]
+    m, n = max(rows, cols), min(rows, cols)
+    return math.prod(args[0].shape[:-2]) * round(_DECOMPOSING[name](m, n))

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..roots.symmetric import symmetric_product
 from .scalars import Numbers, Scalars
 
 __all__ = ["Schedule", "polar_factor", "polar_schedule", "polar_share", "working_dtype"]
@@ -120,19 +121,20 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
     gram_side = long >= 2 * short and not low
     read, tensor, at_least = numbers.read, numbers.tensor, numbers.at_least
 
-    gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+    gram = symmetric_product(x.mT, x) if tall else symmetric_product(x, x.mT)
     if schedule.tight:
         # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm. Of a matrix much
         # shorter than one the eighth powers are zero in float32: A is divided by its trace first.
         trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).view(-1, 1, 1)
         shrink = 1.0 / at_least(read(trace), 1e-30)
-        square = torch.bmm(gram.mul_(tensor(shrink)), gram)
+        gram.mul_(tensor(shrink))
+        square = symmetric_product(gram, gram)
         # Of a trace of one the norm is at least n^-3/2: less is what underflowed.
         scale = at_least(read(_lengths(square, wide)), 1e-10) ** -0.5
         scale = scale / _MARGIN**2 if low else scale
         start = (scale * shrink) ** 0.5
     else:
-        square = torch.bmm(gram, gram)
+        square = symmetric_product(gram, gram)
         start = 1.0 / at_least(read(_lengths(x, wide)), 1e-7)
         scale = start * start
     inverse = tensor(start)
@@ -140,20 +142,20 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
     factor: Tensor | None = None
     for i, (a, b, c) in enumerate(schedule.steps):
         if i:
-            square = torch.bmm(gram, gram)
+            square = symmetric_product(gram, gram)
         polynomial = (gram * b).add_(square, alpha=c)
         last = i == len(schedule.steps) - 1
         if gram_side:
             polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-            factor = polynomial if factor is None else torch.bmm(polynomial, factor)
+            factor = polynomial if factor is None else symmetric_product(polynomial, factor)
             if not last:
-                gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
+                gram = symmetric_product(symmetric_product(polynomial, gram), polynomial)
         else:
             x = torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=a)
             if i == 0:
                 x.mul_(inverse)
             if not last:
-                gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+                gram = symmetric_product(x.mT, x) if tall else symmetric_product(x, x.mT)
     if factor is not None:
         factor = factor * inverse
         x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
