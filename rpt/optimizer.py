@@ -417,7 +417,8 @@ class ResidualPolarTransport(Optimizer):
                     for work in batch:
                         outcomes.append(deliver(work, ranks))
                         done.append(work)
-                        tried += work.tried()
+                        if work.failed is not None:
+                            tried += work.tried()
                 except Exception as error:
                     ranks.fail(error)
                     self._settled = False  # what was opened may be half done

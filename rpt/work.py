@@ -119,7 +119,9 @@ class Work:
 
         Of roots made of products telemetry alone tells: here the host would wait for them.
         """
-        if self.failed is None or self.facts is None or self.facts.products:
+        assert self.facts is not None
+        assert self.failed is not None
+        if self.facts.products:
             return []
         owners = [s.parameter for s in self.seats for _ in range(s.form.pieces)]
         rows, failed = self.due.nonzero()[0], self.failed.cpu()

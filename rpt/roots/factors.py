@@ -17,7 +17,6 @@ from .base import Damping, Refresh, State
 from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
 from .packed import lower, pack, packed_length, relative_change_packed, unpack
-from .symmetric import symmetric_product
 
 __all__ = ["BlockSide", "DiagonalSide", "Side", "keep_where", "relative_change"]
 
@@ -131,7 +130,7 @@ class BlockSide:
             below, _ = lower(rows, gradient.device, getattr(gradient, "fake_mode", None))
             for k, part in self._parts(gradient, first, blocks, rows):
                 view = factor.flatten(0, 1) if k is None else factor[:, k]
-                square = symmetric_product(part, part.mT).flatten(1).index_select(1, below)
+                square = torch.bmm(part, part.mT).flatten(1).index_select(1, below)
                 if isinstance(weight, Tensor):
                     view.mul_(beta2).addcmul_(square, weight.view(-1, 1))
                 else:
