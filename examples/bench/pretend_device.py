@@ -252,7 +252,10 @@ class PretendDevice(TorchDispatchMode):
         )
         if view or name in _ALLOCATING:
             return
-        operands = [x for x in tree_flatten((args, kwargs, found))[0] if isinstance(x, Tensor)]
+        touched = (
+            found if name.startswith("new_") or name.endswith("_like") else (args, kwargs, found)
+        )
+        operands = [x for x in tree_flatten(touched)[0] if isinstance(x, Tensor)]
         dtype = operands[0].dtype if operands else torch.float32
         self.calls.append(Call(name, dtype, _operations(name, args), _bytes(operands)))
 

@@ -245,13 +245,14 @@ def _remove_opposing(
     """
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
     wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
-    inner = dot(update.double(), wide)
-    squared = dot(wide, wide)
+    whole = update.double()
+    inner, squared = dot(whole, wide), norm(wide).square()
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
-    certified = (update.double() - excess * wide).to(update.dtype)
+    certified = torch.addcmul(whole, excess, wide, value=-1.0).to(update.dtype)
     # Of an update that lay against the gradient nothing is left but rounding: no direction to follow.
-    certified = certified * (norm(certified) > _ROUNDING * size)
     length = norm(certified)
+    kept = length > _ROUNDING * size
+    certified, length = certified.mul_(kept), length * kept
     lengths = length.double() * squared.sqrt()
     cosine = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0).to(update.dtype)
     return certified, length, cosine
