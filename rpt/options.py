@@ -243,7 +243,7 @@ OPTIONS: tuple[Option, ...] = (
            "keep every counter on the device, so that a CUDA graph can record a step: while one is "
            "recorded nothing waits for the host, roots come from matrix products, and a fixed number of "
            "them is made anew in each step; outside of a recording it changes nothing. The same in all "
-           "groups; see docs/speed.md."),
+           "groups; see docs/gpu.md."),
     Option("nonfinite", "skip", "skip", _choice(Nonfinite),
            '"skip" leaves a parameter with a non-finite gradient untouched, with one warning and a '
            'telemetry count; "raise" raises before anything changes.'),
