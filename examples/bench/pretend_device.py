@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 __all__ = ["Call", "PretendDevice"]
 
@@ -41,7 +41,7 @@ NAME = "pretended"
 @cache
 def pretended() -> torch.device:
     """The device; torch keeps one name free for a backend written in Python (from torch 2.9 on)."""
-    _setup_privateuseone_for_python_backend(NAME)
+    backend_registration._setup_privateuseone_for_python_backend(NAME)
     return torch.device(NAME, 0)
 
 

@@ -38,6 +38,9 @@ _TIGHT: dict[int, tuple[Coefficients, ...]] = {
 }
 # The limit of the minimax quintic as its interval closes on 1.
 _FINAL: Coefficients = (1.875, -1.25, 0.375)
+# How far rounding to bfloat16 may lift the largest singular value: the first steps throw what lies above
+# one far off.
+_MARGIN = 1.01
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,6 @@ def _has_bfloat16(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 8
-
-
-# How far rounding to bfloat16 may lift the largest singular value: the first steps throw what lies above
-# one far off.
-_MARGIN = 1.01
 
 
 def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor:
