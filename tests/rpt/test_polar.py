@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpt import ResidualPolarTransport
+from rpt.rule import polar
 from rpt.rule.polar import polar_factor, polar_schedule, polar_share, working_dtype
 from rpt.rule.scalars import numbers_of
 
@@ -235,3 +236,12 @@ def test_an_explicit_bfloat16_works_on_a_cpu_and_the_presets_stay_exact_there():
         assert torch.equal(trained(**options), exact)
     exact = trained(dtype=torch.float64)
     assert torch.equal(trained(dtype=torch.float64, polar_dtype="bfloat16"), exact)
+
+
+@pytest.mark.parametrize(
+    ("capability", "lowered"), [((7, 5), False), ((8, 0), True), ((9, 0), True)]
+)
+def test_auto_lowers_on_cuda_devices_that_have_bfloat16(capability, lowered, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert polar._has_bfloat16.__wrapped__(torch.device("cuda")) == lowered
