@@ -40,8 +40,21 @@ NAME = "pretended"
 
 @cache
 def pretended() -> torch.device:
-    """The device; torch keeps one name free for a backend written in Python (from torch 2.9 on)."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME)
+    """The device; torch keeps one name free for a backend written in Python (from torch 2.9 on).
+
+    A registration is for good: the device says that it is available only while it is in use, or torch
+    would prefer it to the CPU from now on.
+    """
+
+    class Module(backend_registration._DummyBackendModule):  # type: ignore[misc]
+        def is_available(self) -> bool:
+            return PretendDevice.inside > 0
+
+    class Hook(backend_registration._DummyPrivateUse1Hook):  # type: ignore[misc]
+        def is_available(self) -> bool:
+            return PretendDevice.inside > 0
+
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Module(), Hook())
     return torch.device(NAME, 0)
 
 
@@ -122,6 +135,8 @@ class PretendDevice(TorchDispatchMode):
         calls: in their order.
     """
 
+    inside = 0
+
     def __init__(self, values: bool = True, waiting: Callable[[str], None] | None = None) -> None:
         super().__init__()
         self.device = pretended()
@@ -146,6 +161,7 @@ class PretendDevice(TorchDispatchMode):
         return torch.full(tensor.shape, tensor.dtype != torch.bool, dtype=tensor.dtype)
 
     def __enter__(self):  # type: ignore[no-untyped-def]
+        PretendDevice.inside += 1
         # These read memory without an operator.
         self.methods = {name: getattr(Tensor, name) for name in _READS}
         for name, method in self.methods.items():
@@ -159,6 +175,7 @@ class PretendDevice(TorchDispatchMode):
         for name, method in self.methods.items():
             setattr(Tensor, name, method)
         torch._C._set_only_lift_cpu_tensors(self.lifts)
+        PretendDevice.inside -= 1
         super().__exit__(*error)
 
     def _reading(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
