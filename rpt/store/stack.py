@@ -235,16 +235,14 @@ class Stack:
             "matrix": [row for row in rows if row < self.matrices],
             "vector": [row - self.matrices for row in rows if row >= self.matrices],
         }
-        places = torch.device("cpu"), self.device
-        self._indices[key] = Index(
-            *(
-                {
-                    who: torch.tensor(part, dtype=torch.int64, device=at)
-                    for who, part in parts.items()
-                }
-                for at in places
-            )
-        )
+
+        def on(device: torch.device) -> dict[str, Tensor]:
+            return {
+                who: torch.tensor(part, dtype=torch.int64, device=device)
+                for who, part in parts.items()
+            }
+
+        self._indices[key] = Index(on(torch.device("cpu")), on(self.device))
         return self._indices[key]
 
     def select(self, index: Index | None) -> dict[str, Tensor]:
