@@ -129,7 +129,8 @@ class BlockSide:
     def _add(factor: Tensor, part: Tensor, beta2: float, weight: float | Tensor) -> None:
         # `pack`, whose places are kept: of all there is in a step, this is called most.
         below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
-        square = torch.bmm(part, part.mT).view(*factor.shape[:2], -1).index_select(2, below)
+        # Along any later dimension `index_select` takes ten times as long.
+        square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
         if isinstance(weight, Tensor):
             factor.mul_(beta2).addcmul_(square, weight)
         else:

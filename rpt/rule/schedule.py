@@ -99,6 +99,8 @@ def next_unit(unit: Scalars, peak: Scalars, numbers: Numbers) -> Scalars:
         peak: largest absolute entry of the gradient.
         numbers: how the numbers are kept.
     """
+    if numbers.on_host and (unit > 0).all():
+        return unit
     frexp = np.frexp if numbers.on_host else torch.frexp
     # Of a number m·2^e, 2^e = (m·2^e)/m exactly.
     mantissa, _ = frexp(peak)

@@ -54,10 +54,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_steady_step_of_a_small_network_issues_few_operators():
+@pytest.mark.parametrize("roots", ["auto", "full"])  # the same rule where no side is long
+def test_a_steady_step_of_a_small_network_issues_few_operators(roots):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Linear(64, 64), nn.Linear(64, 3))
-    optimizer = rpt.RPT(model.parameters())
+    optimizer = rpt.RPT(model.parameters(), roots=roots)
     counts = []
     for _ in range(30):
         for p in model.parameters():
@@ -67,7 +68,7 @@ def test_a_steady_step_of_a_small_network_issues_few_operators():
         counts.append(operators.count)
     steady = min(counts)
     assert counts[10:].count(steady) > 10, "most steps refresh no root"
-    assert steady <= 107
+    assert steady <= 109
 
 
 def test_different_sets_of_gradients_keep_their_places():
