@@ -267,7 +267,7 @@ def _limits(work: Work, ownership: Ownership) -> Scalars:
     else:
         norms = ownership.weight_norms(work.parameters[:count])
     rate = step_size(work.group, stack.device, stack.dtype).rate
-    norms = numbers.read(norms.to(stack.device, stack.dtype)[:, None])
+    norms = numbers.read(norms.to(stack.device, stack.dtype))[:, None]
     fan_in = _sent(work, work.extents[:, 1:])
     found = relative_limit(norms, rows.sizes[:count], fan_in, rule.max_relative_step, rate, numbers)
     if count == len(rows.sizes):

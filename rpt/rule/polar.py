@@ -96,7 +96,9 @@ def _has_bfloat16(device: torch.device) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 8
 
 
-def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor:
+def polar_factor(
+    matrix: Tensor, schedule: Schedule, numbers: Numbers, length: Scalars | None = None
+) -> Tensor:
     """Approximate the polar factor U Vᵀ of each matrix U S Vᵀ.
 
     All steps are polynomials in the Gram matrix of the shorter side, which is formed once: a matrix
@@ -107,6 +109,7 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
         matrix: (b, rows, cols), float32, float64 or bfloat16.
         schedule: coefficients and start.
         numbers: how the lengths are kept.
+        length: Frobenius norms where they are known, (b, 1, 1).
 
     Returns:
         (b, rows, cols), singular values near one, the zero matrix for a zero matrix.
@@ -120,12 +123,12 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
     multiply = _symmetric_product if _blocks_pay(short, matrix.device) else torch.bmm
     read, tensor, at_least = numbers.read, numbers.tensor, numbers.at_least
 
+    length = read(_lengths(x, wide)) if length is None else length
     gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
     if schedule.tight:
         # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm. Of a matrix much
         # shorter than one the eighth powers are zero in float32: A is divided by its trace first.
-        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).view(-1, 1, 1)
-        shrink = 1.0 / at_least(read(trace), 1e-30)
+        shrink = 1.0 / at_least(length * length, 1e-30)
         gram.mul_(tensor(shrink))
         square = multiply(gram, gram)
         # Of a trace of one the norm is at least n^-3/2: less is what underflowed.
@@ -134,15 +137,18 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
         start = (scale * shrink) ** 0.5
     else:
         square = multiply(gram, gram)
-        start = 1.0 / at_least(read(_lengths(x, wide)), 1e-7)
+        start = 1.0 / at_least(length, 1e-7)
         scale = start * start
     inverse = tensor(start)
-    gram, square = gram.mul_(tensor(scale)), square.mul_(tensor(scale * scale))
+    gram = gram.mul_(tensor(scale))
     factor: Tensor | None = None
     for i, (a, b, c) in enumerate(schedule.steps):
-        if i:
-            square = multiply(gram, gram)
-        polynomial = (gram * b).add_(square, alpha=c)
+        if not i:
+            polynomial = (gram * b).addcmul_(square, tensor(c * scale * scale))
+        elif multiply is torch.bmm:
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        else:
+            polynomial = (gram * b).add_(multiply(gram, gram), alpha=c)
         last = i == len(schedule.steps) - 1
         if gram_side:
             polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -156,7 +162,7 @@ def polar_factor(matrix: Tensor, schedule: Schedule, numbers: Numbers) -> Tensor
             if not last:
                 gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
     if factor is not None:
-        factor = factor * inverse
+        factor.mul_(inverse)
         x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
     return x
 
@@ -167,6 +173,8 @@ def polar_share(
     schedule: Schedule,
     transport_eps: float,
     numbers: Numbers,
+    length: Scalars | None = None,
+    out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Mix each update with its norm-matched polar factor and restore the update's own length.
@@ -180,6 +188,8 @@ def polar_share(
         schedule: of the polar factor.
         transport_eps: updates no longer than this are left alone.
         numbers: how the numbers are kept; on the host they decide what is computed.
+        length: ‖u‖ where it is known, (b, 1, 1).
+        out: where the result goes; it may be `update`.
         dtype: of the products of the polar factor, None for the update's own. Lengths are taken and
             matched in the update's.
 
@@ -187,19 +197,21 @@ def polar_share(
         (b, rows, cols). Rows with α = 0 come back unchanged, bit for bit.
     """
     where, tensor = numbers.where, numbers.tensor
-    length = numbers.read(_lengths(update))
+    length = numbers.read(_lengths(update)) if length is None else length
     # Where nothing is to be shaped the coefficients become 1, 0 and 1: unchanged, bit for bit.
     alpha = weight[:, :, None] * (length > transport_eps)
-    factor = polar_factor(update.to(dtype or update.dtype), schedule, numbers).to(update.dtype)
+    dtype = dtype or update.dtype
+    factor = polar_factor(update.to(dtype), schedule, numbers, length).to(update.dtype)
+    out = factor if out is None else out
     size = numbers.read(_lengths(factor))
-    factor.mul_(tensor(alpha * length * ((size > 0) / where(size > 0, size, 1.0))))
+    match = tensor(alpha * length * ((size > 0) / where(size > 0, size, 1.0)))
     # Reading the host's own memory costs nothing, and the weight is 1 until something is observed.
     if numbers.on_host and (alpha == 1.0).all():
-        return factor
-    blend = factor.addcmul_(update, tensor(1.0 - alpha))
+        return torch.mul(factor, match, out=out)
+    blend = factor.mul_(match).addcmul_(update, tensor(1.0 - alpha))
     size = numbers.read(_lengths(blend))
     restore = where(alpha == 0, 1.0, length * ((size > 0) / where(size > 0, size, 1.0)))
-    return blend.mul_(tensor(restore))
+    return torch.mul(blend, tensor(restore), out=out)
 
 
 # The k-th of so many rows of blocks is computed up to the diagonal: 1/4 + 2/4 + 3/4 + 1 of four.
