@@ -206,7 +206,7 @@ def test_a_share_in_bfloat16_keeps_the_update_s_length_in_float32():
     weight = torch.tensor([[0.3], [1.0]])
     schedule = polar_schedule("tight", 3)
     numbers = numbers_of(torch.float32, False)
-    low = polar_share(update, weight, schedule, 1e-7, numbers, torch.bfloat16)
+    low = polar_share(update, weight, schedule, 1e-7, numbers, dtype=torch.bfloat16)
     assert low.dtype == torch.float32
     lengths = update.norm(dim=(-2, -1))
     torch.testing.assert_close(low.norm(dim=(-2, -1)), lengths, rtol=1e-6, atol=0)
