@@ -1,6 +1,6 @@
 """What only a CUDA device can show: `python -m pytest -m gpu`, some minutes; skipped where there is none.
 
-Its host waits are counted without one in tests/rpt/test_host_waits.py.
+Its host waits are counted without one in tests/rpt/host_waits.py.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""What docs/speed.md says of operations, counted on a device that is not there."""
+"""What docs/speed.md says of operations, counted on a device that is not there.
+
+Run by test_pretended_device.py, or by name: `python -m pytest tests/rpt/counted_operations.py`.
+"""
 
 import pytest
-from torch.utils import backend_registration
 
 from examples.bench import operations
 from examples.peers import Float32Muon
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="torch has no backend in Python before 2.9",
-)
 
 
 def ordinary(arm, *shapes, steps=8):

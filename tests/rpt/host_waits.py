@@ -1,19 +1,16 @@
-"""On a device an ordinary step makes the host wait once: to read which gradients are finite."""
+"""On a device an ordinary step makes the host wait once: to read which gradients are finite.
+
+Run by test_pretended_device.py, or by name: `python -m pytest tests/rpt/host_waits.py`.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import backend_registration
 
 from examples.bench import pretend_device
 from rpt import ResidualPolarTransport
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="torch has no backend in Python before 2.9",
-)
 
 SHAPES = ((96, 80), (96, 80), (80, 96), (12, 5), (7, 3, 3, 3), (300, 20), (40,), (5,), ())
 PEAKS = {"tolist": 1}
