@@ -26,6 +26,10 @@ __all__ = [
 ]
 
 
+# Of so many entries copies cost less than calls.
+_FEW = 1 << 18
+
+
 def step_size(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> StepSize:
     """(1 - lr·g·weight_decay, lr·g): numbers, or 0-d tensors where the rate or the gain is one."""
     rate = group["lr"]
@@ -82,7 +86,10 @@ def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
     if device.type != "cpu":
         norms = torch._foreach_norm(list(gradients), float("inf"))
         return torch.stack([norm.to(device, dtype) for norm in norms])
-    # On a CPU an infinity norm takes ten times as long as both extremes do.
+    if sum(map(Tensor.numel, gradients)) < _FEW:
+        largest = torch._foreach_max(torch._foreach_abs(list(gradients)))
+        return torch.stack([each.to(device, dtype) for each in largest])
+    # On a CPU an infinity norm takes ten times as long as both extremes do, which need no copies.
     for gradient in gradients:
         low, high = torch.aminmax(gradient)
         extremes += [low.to(device, dtype), high.to(device, dtype)]
@@ -92,8 +99,6 @@ def largest_entries(gradients: Sequence[Tensor]) -> Tensor:
 def weight_norms(parameters: Sequence[Tensor]) -> Tensor:
     """‖W‖ of each, (k,), in float32 or the parameters' float64: half precision would overflow."""
     dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-    if parameters[0].device.type == "cpu":
-        return torch.stack([torch.linalg.vector_norm(p, dtype=dtype) for p in parameters])
     return torch.stack(torch._foreach_norm(list(parameters), 2, dtype=dtype))
 
 

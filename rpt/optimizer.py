@@ -28,7 +28,7 @@ from .checkpoint import canonical_name, check_loadable, matched_by_name, restore
 from .groups import Groups
 from .manifold import manifold_of, step_on_manifold
 from .observing import NOTHING, Observing, own
-from .options import DEFAULTS, Nonfinite, ObserverNull, PolarSchedule, Preset, Rounding
+from .options import DEFAULTS, Nonfinite, ObserverNull, PolarDtype, PolarSchedule, Preset, Rounding
 from .ownership import (
     MODES,
     Agreement,
@@ -125,6 +125,7 @@ class ResidualPolarTransport(Optimizer):
         polar_release_beta: float | None = DEFAULTS["polar_release_beta"],
         polar_steps: int = DEFAULTS["polar_steps"],
         polar_schedule: PolarSchedule = DEFAULTS["polar_schedule"],
+        polar_dtype: PolarDtype | torch.dtype = DEFAULTS["polar_dtype"],
         matrix_ridge: float = DEFAULTS["matrix_ridge"],
         roots: str | RootBackend = DEFAULTS["roots"],
         root_drift_threshold: float | None = DEFAULTS["root_drift_threshold"],
@@ -416,7 +417,7 @@ class ResidualPolarTransport(Optimizer):
                     for work in batch:
                         outcomes.append(deliver(work, ranks))
                         done.append(work)
-                        if work.failed is not None and not recorded:
+                        if work.failed is not None:
                             tried += work.tried()
                 except Exception as error:
                     ranks.fail(error)
@@ -484,9 +485,10 @@ class ResidualPolarTransport(Optimizer):
         return list(compress(live, finite)), list(compress(peaks, finite))
 
     def _move_gain(self, group: dict[str, Any], mine: list[Outcome], recorded: bool) -> None:
+        # Where the coherences are: here the host would wait for them.
+        if mine and group["gain"].device != mine[0].coherence.device:
+            group["gain"] = group["gain"].to(mine[0].coherence.device)
         if group["capturable"] and mine:
-            if group["gain"].device != mine[0].coherence.device:
-                group["gain"] = group["gain"].to(mine[0].coherence.device)
             # In place: a replay reads what the replay before it wrote.
             group["gain"].copy_(group_gain(group, mine))
         elif not recorded:

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rpt.observers.caller import warn
@@ -29,6 +30,7 @@ __all__ = [
     "OPTIONS",
     "Nonfinite",
     "ObserverNull",
+    "PolarDtype",
     "PolarSchedule",
     "Preset",
     "Rounding",
@@ -42,6 +44,7 @@ __all__ = [
 
 Preset = Literal["drop_in", "paper"]
 PolarSchedule = Literal["tight", "quintic"]
+PolarDtype = Literal["auto", "float32", "bfloat16"]
 Nonfinite = Literal["skip", "raise"]
 Rounding = Literal["nearest", "stochastic"]
 ObserverNull = Literal["none", "shuffle", "analytic"]
@@ -158,6 +161,11 @@ def _choice(literal: Any) -> Check:
     return check
 
 
+def _polar_dtype(name: str, value: Any) -> str:
+    text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return _choice(PolarDtype)(name, text)  # type: ignore[no-any-return]
+
+
 def _roots(name: str, value: Any) -> str | RootBackend:
     try:
         resolve_roots(value)
@@ -202,6 +210,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("polar_steps", 3, 5, _positive, "Newton–Schulz steps of the polar factor."),
     Option("polar_schedule", "tight", "quintic", _choice(PolarSchedule),
            'their coefficients and start: "quintic" (Muon\'s, published) or "tight".'),
+    Option("polar_dtype", "auto", "float32", _polar_dtype,
+           'dtype of their products, "float32", "bfloat16" (or torch\'s) or "auto", which is bfloat16 on '
+           "CUDA devices that have it; a float64 matrix always stays so, and lengths are float32."),
     Option("matrix_ridge", 1e-4, 1e-4, _number(),
            "smallest eigenvalue of a covariance that counts, relative to the mean one."),
     Option("roots", "auto", "full(drift_from='exact')", _roots,
@@ -232,7 +243,7 @@ OPTIONS: tuple[Option, ...] = (
            "keep every counter on the device, so that a CUDA graph can record a step: while one is "
            "recorded nothing waits for the host, roots come from matrix products, and a fixed number of "
            "them is made anew in each step; outside of a recording it changes nothing. The same in all "
-           "groups; see docs/speed.md."),
+           "groups; see docs/gpu.md."),
     Option("nonfinite", "skip", "skip", _choice(Nonfinite),
            '"skip" leaves a parameter with a non-finite gradient untouched, with one warning and a '
            'telemetry count; "raise" raises before anything changes.'),
@@ -430,6 +441,7 @@ _RULE = (
     "matrix_ridge",
     "polar_prior",
     "polar_beta",
+    "polar_dtype",
     "transport_eps",
     "root_drift_threshold",
     "max_root_staleness",

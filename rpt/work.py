@@ -85,8 +85,8 @@ class Work:
         self.own = index is None and (self.recorded or tensors["step"].device.type == "cpu")
         sizes, extents, shapes = stack.sizes, stack.extents[: stack.matrices], stack.true_shapes
         if index is not None:
-            sizes, extents = sizes[index.all], extents[index.matrix.to(extents.device)]
-            shapes = None if shapes is None else shapes[index.matrix]
+            sizes, extents = sizes[index.of("all", sizes)], extents[index.of("matrix", extents)]
+            shapes = None if shapes is None else shapes[index.of("matrix", shapes)]
         deciding = numbers_of(stack.dtype, not self.recorded)
         self.extents = extents if self.recorded else extents.cpu().numpy()
         self.shares = share_of_age(self.extents, deciding)
@@ -115,12 +115,16 @@ class Work:
         self.tensors, self.counts = {}, {}
 
     def tried(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, whether it failed) of the roots that were due in the step just taken."""
+        """(parameter, whether it failed) of the roots that were decomposed in the step just taken.
+
+        Of roots made of products telemetry alone tells: here the host would wait for them.
+        """
         assert self.facts is not None
-        assert self.facts.due is not None
         assert self.failed is not None
+        if self.facts.products:
+            return []
         owners = [s.parameter for s in self.seats for _ in range(s.form.pieces)]
-        rows, failed = self.facts.due.tolist(), self.failed.cpu()
+        rows, failed = self.due.nonzero()[0], self.failed.cpu()
         return [(owners[row], bad) for row, bad in zip(rows, failed, strict=True)]
 
 

@@ -1,6 +1,7 @@
 """How a step's cost and state grow with width, for each root backend: a table, a plot, and two large models.
 
-    python -m examples.bench.scale [--measured 1024] [--out scale.png] [--models]
+    python -m examples.bench.scale [--measured 1024] [--out scale.png]
+    python -m examples.bench.scale --models | --flops | --launches | --paper | --mlp
 
 For a square matrix of every width: nanoseconds and bytes per parameter. A step is put together from its
 parts, each timed alone as the best of three on one thread: the rule without a metric, the metric's running
@@ -11,7 +12,9 @@ there are, the rest as the number of entries.
 
 `--models` adds two transformers on paper, of 1.3 and 7 billion parameters: state bytes from the backends'
 own account of it, work from the cost model that shares matrices over ranks, for the busiest rank of 1, 8
-and 64. Nothing is allocated for them.
+and 64. Nothing is allocated for them. The other four are `examples.bench.operations`: operations per
+matrix beside those of Muon, SOAP and AdamW; kernel launches of a GPT; a step's time on one H200, on paper;
+and the training step of an MLP over AdamW's, measured.
 """
 
 import argparse
@@ -26,9 +29,9 @@ from rpt.distributed import CostModel, Item, make_plan
 from rpt.roots import Damping, RootBackend, resolve_roots
 
 from .distributed import llama
+from .operations import BETWEEN, flops_table, launch_table, mlp_table, paper_table
 
 WIDTHS = (128, 256, 512, 1024, 2048, 4096)
-BETWEEN = 37.5  # mean number of steps between two refreshes of the default preset
 
 
 def backends(width: int) -> dict[str, RootBackend]:
@@ -203,14 +206,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measured", type=int, default=1024, help="largest width timed (1024)")
     parser.add_argument("--out", default="scale.png", help="the plot (scale.png)")
-    parser.add_argument("--models", action="store_true", help="only the two models on paper")
+    tables = {
+        "models": (model_table, "two models on paper, shared over ranks"),
+        "flops": (flops_table, "operations per matrix, counted"),
+        "launches": (launch_table, "kernel launches of a GPT's step, counted"),
+        "paper": (paper_table, "a step on one H200, from operations and bytes"),
+        "mlp": (mlp_table, "training step of an MLP over AdamW's, measured"),
+    }
+    for name, (_, words) in tables.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"only: {words}")
     options = parser.parse_args()
     if options.measured < WIDTHS[0]:
         parser.error(f"--measured must be at least {WIDTHS[0]}")
     torch.set_num_threads(1)
-    if not options.models:
+    chosen = [table for name, (table, _) in tables.items() if getattr(options, name)]
+    if not chosen:
         plot(width_table(options.measured), options.out)
-    model_table()
+        chosen = [model_table]
+    for table in chosen:
+        table()
 
 
 if __name__ == "__main__":

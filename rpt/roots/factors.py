@@ -27,8 +27,9 @@ PROBES = 4
 class Side(Protocol):
     """What a side does; all tensors carry the batch first.
 
-    `accumulate` adds G Gᵀ / count, where `count` is the number of G's columns, or (b,) tensors of the
-    true number where zeros pad it; `absorb` adds a second moment (b, size, size) measured elsewhere.
+    `accumulate` does A <- β2 A + weight · G Gᵀ with a number, or a (b, 1, 1) tensor where zeros pad G;
+    `absorb` adds a second moment (b, size, size) measured elsewhere. `apply` multiplies the rows of a
+    gradient (b, size, other), or, `right`, the columns of one (b, other, size).
     """
 
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State: ...
@@ -36,7 +37,7 @@ class Side(Protocol):
     def pads(self, size: int) -> bool: ...
 
     def accumulate(
-        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+        self, state: State, name: str, gradient: Tensor, beta2: float, weight: float | Tensor
     ) -> None: ...
 
     def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None: ...
@@ -45,7 +46,7 @@ class Side(Protocol):
 
     def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh: ...
 
-    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor: ...
+    def apply(self, state: State, name: str, gradient: Tensor, right: bool = False) -> Tensor: ...
 
 
 def relative_change(now: Tensor, reference: Tensor) -> Tensor:
@@ -108,33 +109,32 @@ class BlockSide:
                 state[f"{name}{suffix}_reference"] = like.new_zeros(batch, count, rows, PROBES)
         return state
 
-    def _parts(
-        self, gradient: Tensor, first: int, count: int, rows: int
-    ) -> list[tuple[int | None, Tensor]]:
-        """The gradient's rows of one piece: (None, all blocks as one (b·count, rows, other)), or one
-        (k, (b, rows, other)) per block where a single batch would have to be copied together."""
-        part = gradient[:, first : first + count * rows]
-        if count == 1:
-            return [(None, part)]
-        if part.is_contiguous():
-            return [(None, part.view(-1, rows, part.shape[-1]))]
-        return [(k, part[:, k * rows : (k + 1) * rows]) for k in range(count)]
-
     def accumulate(
-        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+        self, state: State, name: str, gradient: Tensor, beta2: float, weight: float | Tensor
     ) -> None:
-        weight = (1.0 - beta2) / count
-        for suffix, first, blocks, rows in self.pieces(gradient.shape[-2]):
+        size = gradient.shape[-2]
+        for suffix, first, blocks, rows in self.pieces(size):
             factor = state[name + suffix]
-            # `pack`, whose places are kept: of all there is in a step, this is called most.
-            below, _ = lower(rows, gradient.device, getattr(gradient, "fake_mode", None))
-            for k, part in self._parts(gradient, first, blocks, rows):
-                view = factor.flatten(0, 1) if k is None else factor[:, k]
-                square = torch.bmm(part, part.mT).flatten(1).index_select(1, below)
-                if isinstance(weight, Tensor):
-                    view.mul_(beta2).addcmul_(square, weight.view(-1, 1))
-                else:
-                    view.mul_(beta2).add_(square, alpha=weight)
+            part = gradient if blocks * rows == size else gradient[:, first : first + blocks * rows]
+            if blocks == 1:
+                self._add(factor, part, beta2, weight)
+            elif part.is_contiguous():
+                self._add(factor, part.view(-1, rows, part.shape[-1]), beta2, weight)
+            else:  # one batch of them would have to be copied together
+                for k in range(blocks):
+                    block = part[:, k * rows : (k + 1) * rows]
+                    self._add(factor[:, k : k + 1], block, beta2, weight)
+
+    @staticmethod
+    def _add(factor: Tensor, part: Tensor, beta2: float, weight: float | Tensor) -> None:
+        # `pack`, whose places are kept: of all there is in a step, this is called most.
+        below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
+        # Along any later dimension `index_select` takes ten times as long.
+        square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
+        if isinstance(weight, Tensor):
+            factor.mul_(beta2).addcmul_(square, weight)
+        else:
+            factor.mul_(beta2).add_(square, alpha=weight)
 
     def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
         for suffix, first, blocks, rows in self.pieces(moment.shape[-1]):
@@ -188,29 +188,25 @@ class BlockSide:
             failures.append(result.failed.view(batch, count).any(1))
         return Refresh(torch.stack(conditions).amax(0), torch.stack(failures).any(0))
 
-    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
-        pieces = self.pieces(gradient.shape[-2])
-        # The result keeps the gradient's memory layout: no later operation then has to copy it. Roots
-        # are symmetric, so that they may stand on either side.
-        flipped = not gradient.is_contiguous() and gradient.mT.is_contiguous()
-        if len(pieces) == 1 and (pieces[0][2] == 1 or gradient.is_contiguous()):
-            _, _, count, rows = pieces[0]
-            root = state[f"{name}_root"].view(-1, rows, rows)
-            if flipped:
-                return torch.bmm(gradient.mT, root).mT
-            return torch.bmm(root, gradient.view(-1, rows, gradient.shape[-1])).view_as(gradient)
-        out = torch.empty_like(gradient.mT if flipped else gradient)
-        whole = out.mT if flipped else out
+    def apply(self, state: State, name: str, gradient: Tensor, right: bool = False) -> Tensor:
+        side = -1 if right else -2
+        pieces = self.pieces(gradient.shape[side])
+        _, _, count, rows = pieces[0]
+        root = state[f"{name}_root"]
+        if len(pieces) == 1 and count == 1:
+            root = root.view(-1, rows, rows)
+            return torch.bmm(gradient, root) if right else torch.bmm(root, gradient)
+        if len(pieces) == 1 and not right and gradient.is_contiguous():
+            blocks = gradient.view(-1, rows, gradient.shape[-1])
+            return torch.bmm(root.view(-1, rows, rows), blocks).view_as(gradient)
+        out = torch.empty_like(gradient)
         for suffix, first, count, rows in pieces:
             root = state[f"{name}{suffix}_root"]
             for k in range(count):
-                rows_of = slice(first + k * rows, first + (k + 1) * rows)
-                part = gradient[:, rows_of]
-                if flipped:
-                    whole[:, rows_of].mT.baddbmm_(part.mT, root[:, k], beta=0.0)
-                else:
-                    whole[:, rows_of].baddbmm_(root[:, k], part, beta=0.0)
-        return whole
+                part = gradient.narrow(side, first + k * rows, rows)
+                factors = (part, root[:, k]) if right else (root[:, k], part)
+                out.narrow(side, first + k * rows, rows).baddbmm_(*factors, beta=0.0)
+        return out
 
 
 def _probes(rows: int, like: Tensor) -> Tensor:
@@ -246,19 +242,20 @@ class DiagonalSide:
         }
 
     def accumulate(
-        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+        self, state: State, name: str, gradient: Tensor, beta2: float, weight: float | Tensor
     ) -> None:
-        count = count.view(-1, 1) if isinstance(count, Tensor) else count
         # Sums of squares along the rows, without a squared copy of the gradient.
-        self._add(state, name, torch.linalg.vector_norm(gradient, dim=-1).square() / count, beta2)
+        self._add(state, name, torch.linalg.vector_norm(gradient, dim=-1).square(), beta2, weight)
 
     def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
-        self._add(state, name, moment.diagonal(dim1=-2, dim2=-1), beta2)
+        self._add(state, name, moment.diagonal(dim1=-2, dim2=-1), beta2, 1.0 - beta2)
 
-    def _add(self, state: State, name: str, diagonal: Tensor, beta2: float) -> None:
+    def _add(
+        self, state: State, name: str, diagonal: Tensor, beta2: float, weight: float | Tensor
+    ) -> None:
         if self.shared:
             diagonal = diagonal.mean(-1, keepdim=True)
-        state[f"{name}_diagonal"].lerp_(diagonal, 1.0 - beta2)
+        state[f"{name}_diagonal"].mul_(beta2).add_(diagonal * weight)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         # A diagonal is cheap to track by age; the other side's drift decides.
@@ -273,5 +270,5 @@ class DiagonalSide:
         root.copy_(keep_where(failed, root, floored.pow(-0.25)))
         return Refresh(floored.amax(-1) / floored.amin(-1), failed)
 
-    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
-        return gradient * state[f"{name}_diagonal_root"].unsqueeze(-1)
+    def apply(self, state: State, name: str, gradient: Tensor, right: bool = False) -> Tensor:
+        return gradient * state[f"{name}_diagonal_root"].unsqueeze(-2 if right else -1)

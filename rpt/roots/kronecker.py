@@ -71,14 +71,17 @@ class KroneckerRoots(RootBackend):
     ) -> None:
         rows, cols = gradient.shape[-2:]
         # Each side divides by the other's true length.
-        true_rows, true_cols = (rows, cols) if shapes is None else shapes.unbind(1)
-        for name, measured, own, size, other, count in (
-            ("left", left, gradient, rows, cols, true_cols),
-            ("right", right, gradient.mT, cols, rows, true_rows),
+        by_rows: float | Tensor = (1.0 - beta2) / rows
+        by_cols: float | Tensor = (1.0 - beta2) / cols
+        if shapes is not None:
+            by_rows, by_cols = ((1.0 - beta2) / shapes).view(-1, 2, 1, 1).unbind(1)
+        for name, measured, own, size, other, weight in (
+            ("left", left, gradient, rows, cols, by_cols),
+            ("right", right, gradient.mT, cols, rows, by_rows),
         ):
             side = self.side(size, other)
             if measured is None:
-                side.accumulate(state, name, own, beta2, count)
+                side.accumulate(state, name, own, beta2, weight)
             else:
                 side.absorb(state, name, measured, beta2)
 
@@ -104,8 +107,12 @@ class KroneckerRoots(RootBackend):
 
     def apply(self, state: State, gradient: Tensor) -> Tensor:
         rows, cols = gradient.shape[-2:]
-        whitened = self.side(rows, cols).apply(state, "left", gradient)
-        return self.side(cols, rows).apply(state, "right", whitened.mT).mT
+        # The result keeps the gradient's memory layout: no later operation then has to copy it.
+        flipped = not gradient.is_contiguous()
+        request = gradient.mT if flipped else gradient
+        request = self.side(rows, cols).apply(state, "left", request, flipped)
+        request = self.side(cols, rows).apply(state, "right", request, not flipped)
+        return request.mT if flipped else request
 
     def pads(self, rows: int, cols: int) -> bool:
         left, right = self.side(rows, cols), self.side(cols, rows)

@@ -47,13 +47,12 @@ class LowRankSide:
         }
 
     def accumulate(
-        self, state: State, name: str, gradient: Tensor, beta2: float, count: float | Tensor
+        self, state: State, name: str, gradient: Tensor, beta2: float, weight: float | Tensor
     ) -> None:
-        count = count.view(-1, 1, 1) if isinstance(count, Tensor) else count
-        seen = gradient.mT @ state[f"{name}_basis"] / count
-        state[f"{name}_sketch"].baddbmm_(gradient, seen, beta=beta2, alpha=1.0 - beta2)
-        square = torch.linalg.vector_norm(gradient, dim=(-2, -1), keepdim=True).square() / count
-        state[f"{name}_trace"].lerp_(square.flatten(), 1.0 - beta2)
+        seen = gradient.mT @ state[f"{name}_basis"] * weight
+        state[f"{name}_sketch"].baddbmm_(gradient, seen, beta=beta2)
+        square = torch.linalg.vector_norm(gradient, dim=(-2, -1)).square()
+        state[f"{name}_trace"].mul_(beta2).add_(square * weight)
 
     def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
         basis = state[f"{name}_basis"]
@@ -94,7 +93,9 @@ class LowRankSide:
         low = torch.minimum(floored.amin(-1), floored_tail) if size > rank else floored.amin(-1)
         return Refresh(floored.amax(-1) / low, failed)
 
-    def apply(self, state: State, name: str, gradient: Tensor) -> Tensor:
+    def apply(self, state: State, name: str, gradient: Tensor, right: bool = False) -> Tensor:
+        if right:
+            return self.apply(state, name, gradient.mT).mT
         basis, tail = state[f"{name}_basis"], state[f"{name}_tail_gain"].view(-1, 1, 1)
         # V (Λ^-¼ - t) Vᵀ G + t G: two thin products.
         gains = state[f"{name}_gains"].unsqueeze(-1) - tail

@@ -49,9 +49,9 @@ def overdue(
     """The age of each matrix's roots over the age that they may reach: due from one on.
 
     With a drift threshold that is `max_root_staleness`, exactly as published. Without one, age decides
-    alone: often while the covariance is young, later after a share of `max_root_staleness`; and at once
-    where the gradient has outgrown its roots, which would pass it on at a length that drowns the
-    momentum for hundreds of steps.
+    alone: a share of 1 + step/3 while the covariance is young, of `max_root_staleness` later, so that a
+    256×256 matrix is refreshed at steps 1, 3, 6, 10, 15, 22, …; and at once where the gradient has outgrown
+    its roots, which would pass it on at a length that drowns the momentum for hundreds of steps.
 
     Args:
         step: the number of this step, of the matrix's own.
@@ -64,7 +64,7 @@ def overdue(
     """
     age = step - last
     if by_age:
-        limit = numbers.at_least(numbers.at_most(step / 3.0, longest) * share // 1.0, 1.0)
+        limit = -(-numbers.at_most(1.0 + step / 3.0, longest) * share // 1.0)
         return numbers.where((last == 0) | outgrown, np.inf, age / limit)
     return numbers.where(last == 0, np.inf, age / longest)
 
@@ -99,6 +99,8 @@ def next_unit(unit: Scalars, peak: Scalars, numbers: Numbers) -> Scalars:
         peak: largest absolute entry of the gradient.
         numbers: how the numbers are kept.
     """
+    if numbers.on_host and (unit > 0).all():
+        return unit
     frexp = np.frexp if numbers.on_host else torch.frexp
     # Of a number m·2^e, 2^e = (m·2^e)/m exactly.
     mantissa, _ = frexp(peak)

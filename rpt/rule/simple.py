@@ -125,7 +125,7 @@ def _due(state: dict[str, Any], rule: Rule, c2: float, shape: tuple[int, int]) -
     age = state["t"] - state["last"]
     if rule.root_drift_threshold is None:
         share = float(share_of_age(torch.tensor([shape]), numbers_of(torch.float64, False)))
-        limit = max(1.0, min(rule.max_root_staleness, state["t"] / 3) * share // 1)
+        limit = math.ceil(min(rule.max_root_staleness, 1 + state["t"] / 3) * share)
         return bool(age >= limit or state["peak"] > OUTGROWN * state["root_peak"])
     drifts = [
         (side / c2 - was).norm() / was.norm().clamp_min(1e-300)

@@ -68,7 +68,7 @@ class Carried(NamedTuple):
 def dot(x: Tensor, y: Tensor) -> Tensor:
     """Row-wise inner product, (b, n), (b, n) -> (b, 1)."""
     # Two to three times faster on CPUs than a batched matrix product of single rows.
-    return torch.linalg.vecdot(x, y).unsqueeze(1)
+    return torch.mul(x, y).sum(-1, keepdim=True)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -202,7 +202,10 @@ def carry(
 
 
 def certificate(
-    update: Tensor, gradient: Tensor, numbers: Numbers
+    update: Tensor,
+    gradient: Tensor,
+    numbers: Numbers,
+    lengths: tuple[Scalars, Scalars | None] | None = None,
 ) -> tuple[Tensor, Scalars, Scalars]:
     """Remove what opposes the gradient: u - ⟨u,G⟩/‖G‖² G wherever ⟨u,G⟩ < 0; 0 if only rounding is left.
 
@@ -213,24 +216,25 @@ def certificate(
         update: u, (b, n).
         gradient: G, (b, n).
         numbers: how the numbers are kept; on the host they decide what is computed.
+        lengths: ‖u‖ and ‖G‖ where they are known, (b, 1); the second may still be None.
 
     Returns:
         the certified update, (b, n), its length, (b, 1), and its cosine with the gradient, (b, 1), 1
         where either is zero.
     """
-    size = norm(update)
+    length, steepness = lengths or (numbers.read(norm(update)), None)
     if not numbers.on_host or update.dtype != torch.float32:
-        certified, size, cosine = _remove_opposing(update, gradient, size)
+        certified, size, cosine = _remove_opposing(update, gradient, numbers.tensor(length))
         return certified, numbers.read(size), numbers.read(cosine)
-    length = numbers.read(size)
     # A cosine this far above zero has the same sign in float64. Reading it costs nothing on a CPU.
     # Lengths too small for a product in float32 give a cosine too small to pass.
-    lengths = numbers.at_least(length * numbers.read(norm(gradient)), 1e-30)
-    cosine = numbers.read(dot(update, gradient)) / lengths
+    steepness = numbers.read(norm(gradient)) if steepness is None else steepness
+    cosine = numbers.read(dot(update, gradient)) / numbers.at_least(length * steepness, 1e-30)
     doubtful = ~(cosine > 1e-3)[:, 0]
     if doubtful.any():
         rows = torch.from_numpy(doubtful.nonzero()[0])
-        part, left, alignment = _remove_opposing(update[rows], gradient[rows], size[rows])
+        known = numbers.tensor(length[doubtful])
+        part, left, alignment = _remove_opposing(update[rows], gradient[rows], known)
         update = update.index_copy(0, rows, part)
         length[doubtful], cosine[doubtful] = left.numpy(), alignment.numpy()
     return update, length, cosine
@@ -245,13 +249,14 @@ def _remove_opposing(
     """
     peak = gradient.abs().amax(dim=-1, keepdim=True).double()
     wide = gradient.double() / torch.where(peak > 0, peak, 1.0)
-    inner = dot(update.double(), wide)
-    squared = dot(wide, wide)
+    whole = update.double()
+    inner, squared = dot(whole, wide), norm(wide).square()
     excess = torch.where(inner < 0, inner / squared.clamp_min(1.0), 0.0)
-    certified = (update.double() - excess * wide).to(update.dtype)
+    certified = torch.addcmul(whole, excess, wide, value=-1.0).to(update.dtype)
     # Of an update that lay against the gradient nothing is left but rounding: no direction to follow.
-    certified = certified * (norm(certified) > _ROUNDING * size)
     length = norm(certified)
+    kept = length > _ROUNDING * size
+    certified, length = certified.mul_(kept), length * kept
     lengths = length.double() * squared.sqrt()
     cosine = torch.where(lengths > 0, inner.clamp_min(0) / lengths, 1.0).to(update.dtype)
     return certified, length, cosine

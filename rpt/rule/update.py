@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..roots import Damping, RootBackend
 from .length import next_energy, rescale, signal, step_rms, tempered
-from .polar import Schedule, polar_share
+from .polar import Schedule, polar_share, working_dtype
 from .scalars import Numbers, Scalars
 from .transport import carry, certificate, live_frame, norm, store_frame
 
@@ -38,6 +38,7 @@ class Rule:
     polar_beta: float
     polar_release_beta: float
     polar_schedule: Schedule
+    polar_dtype: str
     transport_eps: float
     root_drift_threshold: float | None
     max_root_staleness: int
@@ -153,7 +154,7 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
         rule: the numbers.
     """
     numbers, values, count = rows.numbers, rows.values, rows.matrices
-    failed = None
+    failed = steepness = None
     requests = []
     if rows.backend is not None and count:
         if facts.due is not None:
@@ -162,7 +163,8 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
         tall = rows.layout[0] > rows.layout[1]
         requests.append((request.mT if tall else request).reshape(count, -1))
     if count < len(gradient):
-        requests.append(_vector_request(rows, gradient[count:], facts, rule))
+        steepness = numbers.read(norm(gradient))
+        requests.append(_vector_request(rows, gradient[count:], steepness[count:], facts, rule))
     request = requests[0] if len(requests) == 1 else torch.cat(requests)
 
     held = values["held"]
@@ -181,19 +183,20 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
     )
     store_frame(rows.frame, request, frame, numbers)
     update = carried.update
+    length = numbers.read(norm(update))
     if count and facts.shaped:
-        shaped = polar_share(
-            update[:count].view(-1, *rows.layout),
+        matrices = _matrices(rows, update)
+        polar_share(
+            matrices,
             values["polar_weight"][:count],
             rule.polar_schedule,
             rule.transport_eps,
             numbers,
-        ).reshape(count, -1)
-        if count < len(update):
-            update[:count] = shaped
-        else:
-            update = shaped
-    update, length, alignment = certificate(update, gradient, numbers)
+            length[:count, :, None],
+            out=matrices,
+            dtype=working_dtype(rule.polar_dtype, update),
+        )
+    update, length, alignment = certificate(update, gradient, numbers, (length, steepness))
     strength, capped, limits = 1.0, 0.0, facts.limits
     if rule.signal_length:
         energy = values["request_energy"]
@@ -238,9 +241,15 @@ def update_polar_weight(weight: Scalars, rank: Scalars, rule: Rule, numbers: Num
     return numbers.cast(numbers.where(rank == rank, moved, weight), numbers.dtype)
 
 
+def _matrices(rows: Rows, stacked: Tensor) -> Tensor:
+    """The matrices among a stack's rows as they lie there, (matrices, rows, cols)."""
+    first = stacked if rows.matrices == len(stacked) else stacked[: rows.matrices]
+    return first.view(-1, *rows.layout)
+
+
 def _wide(rows: Rows, gradient: Tensor) -> Tensor:
     """The matrices among a stack's rows as the backend sees them, wide: (matrices, rows, cols)."""
-    matrices = gradient[: rows.matrices].view(-1, *rows.layout)
+    matrices = _matrices(rows, gradient)
     if rows.layout[0] <= rows.layout[1]:
         return matrices
     # The built-in backends read it through its strides.
@@ -252,10 +261,11 @@ def _wide_shape(rows: Rows) -> tuple[int, int]:
     return min(rows.layout), max(rows.layout)
 
 
-def _vector_request(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Tensor:
+def _vector_request(
+    rows: Rows, gradient: Tensor, lengths: Scalars, facts: Facts, rule: Rule
+) -> Tensor:
     """P = G / (√v̂ + ε) with v the running mean of G²: one scalar, so no coordinate is privileged."""
     numbers, first = rows.numbers, rows.matrices
-    lengths = numbers.read(torch.linalg.vector_norm(gradient, dim=-1, keepdim=True))
     mean = rows.values["second_moment"]
     # Not mean + (new - mean)(1-β2): at β2 = 0 rounding leaves nothing of a new value far below the old.
     mean *= rule.beta2

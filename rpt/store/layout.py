@@ -1,6 +1,6 @@
 """Which shape of stack each matrix and vector of a parameter group lives in: a choice by cost.
 
-A step issues the same hundred and fifty operations for a stack whatever it holds. In a network of small
+A step issues the same hundred operations for a stack whatever it holds. In a network of small
 tensors that is most of its time, so that matrices of different shapes are better padded with zeros and
 stepped together; in a large one arithmetic is, and every shape keeps a stack of its own.
 

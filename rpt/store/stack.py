@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..roots import RootBackend
+from ..roots.packed import fake_mode
 from .layout import Form
 from .schema import ENTRIES, METRIC
 
@@ -32,22 +33,23 @@ class Seat(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Rows of some members of a stack, int64 on its device.
+    """Rows of some members of a stack, int64: of all, and of matrices and vectors among their like.
 
     Attributes:
-        all: where they are in what every row has.
-        matrix: those of matrices, in what only matrices have.
-        vector: those of vectors, in what only vectors have.
+        host, device: the same on either; made once, because a copy in between waits.
     """
 
-    all: Tensor
-    matrix: Tensor
-    vector: Tensor
+    host: dict[str, Tensor]
+    device: dict[str, Tensor]
 
-    def of(self, name: str) -> Tensor:
-        """The rows of a state entry."""
-        who = "matrix" if name.startswith(METRIC) else _ENTRIES[name].who
-        return getattr(self, who)  # type: ignore[no-any-return]
+    def of(self, who: str, value: Tensor) -> Tensor:
+        """The rows of "all", "matrix" or "vector", where `value` is."""
+        return (self.host if value.device.type == "cpu" else self.device)[who]
+
+
+def _who(name: str) -> str:
+    """What rows have a state entry."""
+    return "matrix" if name.startswith(METRIC) else _ENTRIES[name].who
 
 
 class Stack:
@@ -88,7 +90,7 @@ class Stack:
         self.dtype, self.device, self.layout = dtype, like.device, layout
         self.width = layout[0] * layout[1]
         self.on_host = like.device.type == "cpu"
-        self.readable = type(like) is Tensor and like.device.type != "meta"
+        self.readable = fake_mode(like) is None and like.device.type != "meta"
         counting = like if capturable or not self.readable else torch.empty(0, device="cpu")
         self.seats: dict[int, Seat] = {}
         forms: list[Form] = []
@@ -228,24 +230,28 @@ class Stack:
         if key in self._indices:  # on the device already: a graph can be recorded with it
             return self._indices[key]
         rows = [row for s in seats for row in range(s.start, s.start + s.form.pieces)]
-        parts = (
-            rows,
-            [row for row in rows if row < self.matrices],
-            [row - self.matrices for row in rows if row >= self.matrices],
-        )
-        tensors = (torch.tensor(part, dtype=torch.int64, device=self.device) for part in parts)
-        self._indices[key] = Index(*tensors)
+        parts = {
+            "all": rows,
+            "matrix": [row for row in rows if row < self.matrices],
+            "vector": [row - self.matrices for row in rows if row >= self.matrices],
+        }
+
+        def on(device: torch.device) -> dict[str, Tensor]:
+            return {
+                who: torch.tensor(part, dtype=torch.int64, device=device)
+                for who, part in parts.items()
+            }
+
+        self._indices[key] = Index(on(torch.device("cpu")), on(self.device))
         return self._indices[key]
 
     def select(self, index: Index | None) -> dict[str, Tensor]:
         """Tensors to work on: the stack's own for all members, gathered copies otherwise."""
         if index is None:
             return self.tensors
-        return {
-            name: tensor[index.of(name).to(tensor.device)] for name, tensor in self.tensors.items()
-        }
+        return {name: tensor[index.of(_who(name), tensor)] for name, tensor in self.tensors.items()}
 
     def write_back(self, tensors: dict[str, Tensor], index: Index) -> None:
         """Return gathered copies to the stack."""
         for name, value in tensors.items():
-            self.tensors[name][index.of(name).to(value.device)] = value
+            self.tensors[name][index.of(_who(name), value)] = value

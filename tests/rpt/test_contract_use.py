@@ -59,6 +59,8 @@ def test_constructor_refuses_bad_options(build, options, word):
         ({"polar_prior": 1.5}, r"polar_prior=1.5 must be at least 0"),
         ({"polar_beta": 1.0}, r"polar_beta=1.0"),
         ({"polar_steps": 0}, r"polar_steps=0 must be a positive whole number"),
+        ({"polar_dtype": torch.float16}, r"polar_dtype='float16' must be 'auto' or 'float32' or"),
+        ({"polar_dtype": 16}, r"polar_dtype=16 must be 'auto' or 'float32' or 'bfloat16'"),
         ({"max_root_staleness": 2.5}, r"max_root_staleness=2.5 must be a positive whole number"),
         ({"min_gain": 3.0, "max_gain": 2.0}, r"min_gain=3.0 is above max_gain"),
         ({"nonfinite": "ignore"}, r"nonfinite='ignore' must be 'skip' or 'raise'"),

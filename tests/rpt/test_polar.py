@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpt.rule.polar import polar_factor, polar_schedule, polar_share
+from rpt import ResidualPolarTransport
+from rpt.rule import polar
+from rpt.rule.polar import polar_factor, polar_schedule, polar_share, working_dtype
 from rpt.rule.scalars import numbers_of
 
 TENSORS = numbers_of(torch.float64, False)
@@ -163,3 +165,83 @@ def test_length_is_kept_and_directions_commute_with_rotations(rows, cols, alpha,
 def test_schedules_that_do_not_exist(name, steps, says):
     with pytest.raises(ValueError, match=says):
         polar_schedule(name, steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "wanted"),
+    [
+        ("auto", torch.float32, "cpu", torch.float32),
+        ("auto", torch.float64, "cpu", torch.float64),
+        ("bfloat16", torch.float32, "cpu", torch.bfloat16),
+        ("bfloat16", torch.float64, "cpu", torch.float64),
+        ("float32", torch.float64, "cpu", torch.float64),
+        ("float32", torch.float32, "cpu", torch.float32),
+    ],
+)
+def test_products_are_lowered_where_asked_and_never_from_float64(name, dtype, device, wanted):
+    assert working_dtype(name, torch.zeros(1, dtype=dtype, device=device)) == wanted
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (40, 64), (16, 64), (64, 16), (3, 70)])
+@pytest.mark.parametrize("condition", [1e1, 1e3])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_bfloat16_products_stay_within_their_rounding(shape, condition, on_host):
+    numbers = numbers_of(torch.float32, on_host)
+    u, _, vh = np.linalg.svd(random(shape)[0].numpy(), full_matrices=False)
+    s = np.geomspace(1, 1 / condition, min(shape))
+    matrix = torch.tensor(u * s @ vh, dtype=torch.float32)[None]
+    schedule = polar_schedule("tight", 3)
+    exact = torch.tensor(on_singular_values(matrix[0], schedule), dtype=torch.float32)
+    low = polar_factor(matrix.bfloat16(), schedule, numbers)[0]
+    assert low.dtype == torch.bfloat16
+    assert (low.float() - exact).norm() < 0.04 * exact.norm()
+    # Orthogonality: no direction is thrown beyond one, and those above the schedule's reach come to one.
+    found = torch.linalg.svdvals(low.float())
+    assert found.max() < 1.03
+    assert (found[: (s > 0.15).sum()] > 0.95).all()
+
+
+def test_a_share_in_bfloat16_keeps_the_update_s_length_in_float32():
+    update = random((24, 40), dtype=torch.float32) * torch.tensor([1e-4, 1e4])[:, None, None]
+    weight = torch.tensor([[0.3], [1.0]])
+    schedule = polar_schedule("tight", 3)
+    numbers = numbers_of(torch.float32, False)
+    low = polar_share(update, weight, schedule, 1e-7, numbers, dtype=torch.bfloat16)
+    assert low.dtype == torch.float32
+    lengths = update.norm(dim=(-2, -1))
+    torch.testing.assert_close(low.norm(dim=(-2, -1)), lengths, rtol=1e-6, atol=0)
+    exact = polar_share(update, weight, schedule, 1e-7, numbers)
+    assert ((low - exact).norm(dim=(-2, -1)) < 0.04 * lengths).all()
+    assert not torch.equal(low, exact)
+
+
+def trained(steps=6, **options):
+    torch.manual_seed(1)
+    p = torch.nn.Parameter(torch.randn(24, 40, dtype=options.pop("dtype", torch.float32)))
+    optimizer = ResidualPolarTransport([p], lr=1e-2, **options)
+    for _ in range(steps):
+        p.grad = torch.randn(24, 40).to(p)
+        optimizer.step()
+    return p.detach()
+
+
+def test_an_explicit_bfloat16_works_on_a_cpu_and_the_presets_stay_exact_there():
+    plain = trained()
+    low = trained(polar_dtype=torch.bfloat16)
+    assert torch.equal(low, trained(polar_dtype="bfloat16"))
+    assert not torch.equal(low, plain)
+    torch.testing.assert_close(low, plain, rtol=0, atol=1e-2)
+    for options in ({}, {"preset": "paper"}, {"dtype": torch.float64}):
+        exact = trained(**options, polar_dtype="float32")
+        assert torch.equal(trained(**options), exact)
+    exact = trained(dtype=torch.float64)
+    assert torch.equal(trained(dtype=torch.float64, polar_dtype="bfloat16"), exact)
+
+
+@pytest.mark.parametrize(
+    ("capability", "lowered"), [((7, 5), False), ((8, 0), True), ((9, 0), True)]
+)
+def test_auto_lowers_on_cuda_devices_that_have_bfloat16(capability, lowered, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert polar._has_bfloat16.__wrapped__(torch.device("cuda")) == lowered

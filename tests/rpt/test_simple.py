@@ -63,7 +63,8 @@ def test_the_stacks_follow_the_simple_rule(seed, dtype):
     rule = group_rule(group)
     twins = [seen(p, group).detach().clone() for p in parameters]
     states = [{} for _ in parameters]
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
+    # Roots of few gradients amplify what float32 rounds off in directions that these have not shown.
+    tolerance = 1e-10 if dtype == torch.float64 else 4e-6
     directions = [normal(p.shape) for p in parameters]
     for step in range(8 if dtype == torch.float32 else 25):
         scale = 1e3 if step == 5 else 1.0  # outgrows its roots

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rpt
 from rpt import observers
@@ -41,6 +42,33 @@ def test_a_steady_step_is_a_short_way():
     assert steady[0][0] <= 150
     assert steady[0][1] <= 10
     assert max(counts[10:])[0] <= 250
+
+
+class Operators(TorchDispatchMode):
+    """Counts all calls of aten operators, those that only make a view included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("roots", ["auto", "full"])  # the same rule where no side is long
+def test_a_steady_step_of_a_small_network_issues_few_operators(roots):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Linear(64, 64), nn.Linear(64, 3))
+    optimizer = rpt.RPT(model.parameters(), roots=roots)
+    counts = []
+    for _ in range(30):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        with Operators() as operators:
+            optimizer.step()
+        counts.append(operators.count)
+    steady = min(counts)
+    assert counts[10:].count(steady) > 10, "most steps refresh no root"
+    assert steady <= 109
 
 
 def test_different_sets_of_gradients_keep_their_places():
