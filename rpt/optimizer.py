@@ -173,6 +173,9 @@ class ResidualPolarTransport(Optimizer):
         """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
         global _update_untraced
         if _update_untraced is None:
+            global _core
+            from . import compiled
+            _core = torch.compiler.allow_in_graph(compiled.core)
             _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
         self._observing = Observing(self.observer_settings, attachment)
         # What attached models call their parameters.
@@ -190,6 +193,7 @@ class ResidualPolarTransport(Optimizer):
         self._known: dict[int, _Known] = {}
         self._plans: dict[tuple[Any, ...], list[Work]] = {}
         self._settled = self._blind = self._curved = False
+        self._traced = None
 
     # -- parameter groups ---------------------------------------------------------------------------
 
@@ -256,9 +260,35 @@ class ResidualPolarTransport(Optimizer):
                 loss = closure()
         check = "_accelerator_graph_capture_health_check"  # its name since torch 2.10
         getattr(self, check, self._cuda_graph_capture_health_check)()
+        if torch.compiler.is_compiling() and self._trace():
+            traced = self._traced
+            _core(
+                traced.handle,
+                traced.parameters,
+                [p.grad for p in traced.parameters],
+                traced.tensors,
+                traced.places,
+                traced.rates,
+            )
+            return loss
         assert _update_untraced is not None
         _update_untraced(self)
         return loss
+
+    @torch.compiler.assume_constant_result
+    def _trace(self) -> bool:
+        from .compiled import Traced
+
+        self._look_at_groups()
+        live, kinds = self._live_gradients()
+        agreed, curved = Agreement(live, [0.0] * len(live), NOTHING), []
+        if not self._settled or self._curved:
+            agreed, curved = self._settle(agreed, self._ranks())
+        works = self._plan(live, True)
+        chosen = [p for _, p, _ in live]
+        idle = [p for p in self._all() if p.grad is None and p.numel()]
+        self._traced = Traced(self.param_groups, chosen, idle, works)
+        return True
 
     def _update(self) -> None:
         """The step without its closure: refuse, agree, compute and write stack by stack, conclude."""

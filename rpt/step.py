@@ -136,6 +136,9 @@ def _begin(
     )
     if work.finite is not None:
         able = work.finite[:count] & (unit[:count] > 0)
+        if work.hosted:
+            work.due = able & (ages >= 1.0)
+            return
         work.facts.due = most_overdue(ages, able, rule.max_root_staleness)
         return
     work.due = ages[:, 0] >= 1.0
@@ -337,10 +340,10 @@ def _keep_what_is_not_finite(work: Work, finite: Tensor) -> None:
     count = work.rows.matrices
     work.counts["step"] += 1
     kinds = {"all": finite, "matrix": finite[:count], "vector": finite[count:]}
-    for name, value in work.tensors.items():
-        kept = kinds["matrix" if name.startswith(METRIC) else WHO[name]]
+    for name, before in work.before.items():
+        value, kept = work.tensors[name], kinds["matrix" if name.startswith(METRIC) else WHO[name]]
         kept = kept.view(-1, *[1] * (value.ndim - 1))
-        value.copy_(torch.where(kept, value, work.before[name]))
+        value.copy_(torch.where(kept, value, before))
     work.counts["skipped"] += ~finite
 
 

@@ -60,6 +60,8 @@ class Work:
     extents: Scalars = None
     shares: Scalars = None
     own: bool = False
+    # Recorded, but roots are refreshed by an operator that may read.
+    hosted: bool = False
     # Of the step at hand.
     gradients: list[Tensor] = field(default_factory=list)
     gradient: Tensor | None = None
