@@ -1,93 +1,161 @@
-"""`step()` inside a function that `torch.compile` takes: one graph, with no break and nothing to recompile.
+"""`step()` inside a function that `torch.compile` takes: one graph, no break, nothing to recompile for.
 
-A tracer sees three things: a lookup that runs while it traces, lists of tensors that are the graph's inputs,
-and `_core`, whose tensor operations become the graph. Decisions are those of a recorded step, by tensors. Roots
-that are due are decomposed by an operator of ours, which the graph calls in every step and which looks
-at the host's own memory; it fetches the learning rates too, so that no number of a schedule is traced.
+A tracer sees `step` below: `prepare`, which runs while it traces, lists of tensors that become the graph's
+inputs, and `_core`, whose operations become the graph. The decisions are those of a recorded step, made by
+tensors. What a graph cannot hold is in one operator, called in every step: it decomposes where roots are
+due, and fetches the learning rates, so that neither a schedule nor a refresh is traced.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
 from .apply import SingleProcess
-from .rule.scalars import numbers_of
-from .rule.update import Facts, Rows, _refresh, take_step
-from .step import _begin, _limits, deliver
+from .observing import NOTHING
+from .options import NAMES
+from .ownership import Agreement, Live
+from .roots.kronecker import KroneckerRoots
 from .roots.packed import lower, traced_places
+from .rule.scalars import numbers_of
+from .rule.update import Facts, Rows, refresh, take_step
+from .step import begin, deliver, limits
 from .store.schema import METRIC
-from .store.stack import Stack
 from .work import Work
 
 if TYPE_CHECKING:
     from .optimizer import ResidualPolarTransport
 
-__all__ = ["Traced", "core"]
+__all__ = ["Traced", "prepare", "step", "untraced"]
 
+# An optimizer keeps its handle, so that the compiler finds its graphs in its cache.
+_next_handle = itertools.count()
+_handles: WeakKeyDictionary[ResidualPolarTransport, int] = WeakKeyDictionary()
 _traced: WeakValueDictionary[int, Traced] = WeakValueDictionary()
-_handles = itertools.count()
+# Whoever changes one of them wants another graph; the rate is fetched.
+_DECIDING = [name for name in NAMES if name != "lr"]
 
 
 class Traced:
-    """What a compiled step works on, in lists that a tracer can guard.
+    """What a compiled step of an optimizer works on, in lists that a tracer can guard.
 
     Attributes:
-        handle: under which the operator finds this again.
-        groups: the parameter groups, and their options when this was made.
-        parameters: those with a gradient.
-        idle: those without.
-        works: of a plan.
-        tensors: of all works, one after the other.
-        rates: learning rate of each group, (groups,).
+        handle: where the operator finds this.
+        groups: the parameter groups, and what their options were.
+        parameters, idle: those with a gradient, and those without.
+        works: of a plan for `parameters`.
+        tensors: the stacks' tensors, one stack after the other.
+        sides, places: sizes of covariances, and where the triangle of each is (`packed.lower`).
+        rates: learning rate of each group, (groups,), float64.
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        parameters: list[Tensor],
-        idle: list[Tensor],
-        works: list[Work],
+        self, optimizer: ResidualPolarTransport, live: Sequence[Live], works: list[Work]
     ) -> None:
-        self.handle = next(_handles)
+        if optimizer not in _handles:
+            _handles[optimizer] = next(_next_handle)
+        self.handle = _handles[optimizer]
         _traced[self.handle] = self
-        self.groups, self.parameters, self.idle, self.works = groups, parameters, idle, works
-        self.tensors = [t for work in works for t in _tensors_of(work.stack)]
-        like = self.tensors[0]
-        sizes = {
-            value.shape[-1]
-            for work in works
-            for name, value in work.stack.tensors.items()
-            if name.startswith(METRIC) and value.ndim == 4
-        }
-        self.sizes = sorted(sizes)
-        self.places = [lower(size, like.device)[0] for size in self.sizes]
-        self.rates = torch.zeros(len(groups), dtype=torch.float64, device=like.device)
+        self.optimizer = ref(optimizer)
+        self.groups: list[dict[str, Any]] = optimizer.param_groups
+        self.options = [[group[name] for name in _DECIDING] for group in self.groups]
+        self.parameters = [parameter for _, parameter, _ in live]
+        self.idle = [p for p in optimizer._all() if p.grad is None]
+        self.works = works
+        self.tensors = [t for work in works for t in work.stack.whole()]
+        device = self.tensors[0].device
+        self.sides = sorted(
+            {
+                root.shape[-1]
+                for work in works
+                for key, root in work.stack.tensors.items()
+                if _is_root(key) and root.ndim == 4
+            }
+        )
+        self.places = [lower(side, device)[0] for side in self.sides]
+        self.rates = torch.zeros(len(self.groups), dtype=torch.float64, device=device)
+        for tensor in (*self.tensors, *self.places, self.rates, *(g for *_, g in live)):
+            torch._dynamo.mark_static(tensor)
+
+    def as_traced(self) -> bool:
+        """Always true where it is traced; what it reads, the tracer guards."""
+        for group, options in zip(self.groups, self.options, strict=True):
+            for name, option in zip(_DECIDING, options, strict=True):
+                if group[name] != option:
+                    return False
+        return all(parameter.grad is None for parameter in self.idle)
 
 
-def _tensors_of(stack: Stack) -> list[Tensor]:
-    more = [] if stack.true_shapes is None else [stack.true_shapes]
-    return [*stack.tensors.values(), stack.sizes, stack.extents, *more]
+def _is_root(key: str) -> bool:
+    return key.startswith(METRIC) and key.endswith("_root")
 
 
-def _traced_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
-    found = copy.copy(stack)
-    found.tensors = dict(zip(stack.tensors, tensors, strict=False))
-    found.sizes, found.extents = tensors[len(found.tensors) : len(found.tensors) + 2]
-    found.true_shapes = None if stack.true_shapes is None else tensors[-1]
-    if stack.ragged:
-        found.buffer = found.sizes.new_zeros(stack.count, stack.width)
-        found.places = found.unpacked(found.buffer, list(stack.seats.values()))
-    return found
+@torch.compiler.disable
+def untraced(optimizer: ResidualPolarTransport) -> None:
+    """The ordinary step, outside of any graph: its decisions would be traced anew each time."""
+    optimizer._update()
 
 
-def core(
+def step(optimizer: ResidualPolarTransport) -> bool:
+    """Take the step as part of a graph; False for one that must be ordinary."""
+    if optimizer._observing.anything or not prepare(optimizer):
+        return False
+    traced = optimizer._traced
+    assert traced is not None
+    if not traced.as_traced():
+        return False
+    gradients = [parameter.grad for parameter in traced.parameters]
+    _core(
+        traced.handle, traced.parameters, gradients, traced.tensors, traced.places, traced.rates
+    )
+    return True
+
+
+@torch.compiler.assume_constant_result
+def prepare(optimizer: ResidualPolarTransport) -> bool:
+    """Give all parameters with a gradient their places, before their step is traced.
+
+    Returns:
+        False for what a graph cannot hold, or where the ordinary step has an error to raise.
+    """
+    try:
+        optimizer._look_at_groups()
+        live, _ = optimizer._live_gradients()
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    ranks = optimizer._ranks()
+    if not live or optimizer._blind or type(ranks) is not SingleProcess:
+        return False
+    for group in optimizer.param_groups:
+        by_drift = group["root_drift_threshold"] is not None
+        if by_drift or group["gain_rate"] or group["nonfinite"] == "raise":
+            return False
+    agreed, curved = optimizer._settle(Agreement(live, [0.0] * len(live), NOTHING), ranks)
+    works = [] if curved else optimizer._plan(agreed.live, True)
+    if not works or any(not _traceable(work) for work in works):
+        return False
+    if len({tensor.device for work in works for tensor in work.stack.whole()}) > 1:
+        return False
+    optimizer._traced = Traced(optimizer, live, works)
+    return True
+
+
+def _traceable(work: Work) -> bool:
+    """All of a stack, with roots whose state is known to be statistics and roots."""
+    backend = work.stack.backend
+    return work.index is None and (
+        backend is None or (isinstance(backend, KroneckerRoots) and backend.capturable)
+    )
+
+
+@torch.compiler.allow_in_graph
+def _core(
     handle: int,
     parameters: list[Tensor],
     gradients: list[Tensor],
@@ -95,94 +163,91 @@ def core(
     places: list[Tensor],
     rates: Tensor,
 ) -> None:
-    traced_places.update(
-        (size, (place, place)) for size, place in zip(_traced[handle].sizes, places, strict=True)
-    )
+    """The step of `Traced` number `handle`, on the tensors given in place of its own."""
+    traced = _traced[handle]
+    traced_places.update(zip(traced.sides, places, strict=True))
     try:
-        _step(handle, parameters, gradients, tensors, rates)
+        with torch.no_grad(), torch.autocast(rates.device.type, enabled=False):
+            _take(traced, parameters, gradients, tensors, rates)
     finally:
         traced_places.clear()
 
 
-def _step(
-    handle: int,
+def _take(
+    traced: Traced,
     parameters: list[Tensor],
     gradients: list[Tensor],
     tensors: list[Tensor],
     rates: Tensor,
 ) -> None:
-    """The step of `Traced` number `handle`, on the tensors given in place of its own."""
-    traced = _traced[handle]
-    ownership = SingleProcess()
-    works = []
-    rest = tensors
+    ownership, works = SingleProcess(), []
     for work in traced.works:
-        count = len(_tensors_of(work.stack))
-        stack = _traced_stack(work.stack, rest[:count])
-        rest = rest[count:]
+        count = len(work.stack.whole())
+        stack, tensors = work.stack.on(tensors[:count]), tensors[count:]
         mine = [parameters[i] for i in work.order]
-        seats = [s._replace(parameter=p) for s, p in zip(work.seats, mine, strict=True)]
         works.append(
-            Work(
-                stack,
-                seats,
-                mine,
-                work.order,
-                {**work.group, "lr": rates[work.group_index]},
-                work.group_index,
-                work.rule,
-                True,
-                None,
-                work.lead,
-                work.alike,
+            replace(
+                work,
+                stack=stack,
+                seats=[s._replace(parameter=p) for s, p in zip(work.seats, mine, strict=True)],
+                parameters=mine,
+                group=work.group | {"lr": rates[work.group_index]},
                 hosted=True,
             )
         )
     live = [(0, p, g) for p, g in zip(parameters, gradients, strict=True)]
     for work in works:
-        _begin(work, live, [], {}, None)
-        _keep_metric(work)
-    with_roots = [work for work in works if work.due is not None]
-    lists: list[list[Tensor]] = [[] for _ in range(7)]
-    for work in with_roots:
-        assert work.facts is not None
-        assert work.rows is not None
-        count = work.rows.matrices
-        lists[0].append(work.due)
-        lists[1].append(work.facts.correction2[:count])
-        lists[2].append(work.facts.units[:count])
-        lists[5].append(work.rows.values["root_condition"])
-        lists[6].append(work.rows.values["root_failures"])
-        for key, value in work.rows.metric.items():
-            lists[4 if key.endswith("_root") else 3].append(value)
-    torch.ops.rpt.refresh_due(handle, *lists, rates)
+        begin(work, live, [], {}, None)
+        _keep_statistics(work)
+    _call_host(traced.handle, works, rates)
     for work in works:
+        rows, facts, counts = work.rows, work.facts, work.counts
+        assert rows is not None
+        assert facts is not None
         if work.due is not None:
-            counts, due = work.counts, work.due
-            count = len(due)
-            step, peak = counts["step"][:count] + 1, counts["peak"][:count]
-            counts["last_root_step"][:] = torch.where(due, step, counts["last_root_step"])
-            counts["root_peak"][:] = torch.where(due, peak, counts["root_peak"])
+            due, count = work.due, rows.matrices
+            now = counts["step"][:count] + 1, counts["peak"][:count]
+            for name, value in zip(("last_root_step", "root_peak"), now, strict=True):
+                counts[name][:] = torch.where(due, value, counts[name])
             counts["root_refreshes"] += due
-        if work.rule.max_relative_step is not None and work.rows.matrices:
-            work.facts.limits = _limits(work, ownership)
-        work.step = take_step(work.rows, work.gradient, work.facts, work.rule)
-    for work in works:
+        if work.rule.max_relative_step is not None and rows.matrices:
+            facts.limits = limits(work, ownership)
+        work.step = take_step(rows, work.gradient, facts, work.rule)
         deliver(work, ownership)
 
 
-def _keep_metric(work: Work) -> None:
+def _keep_statistics(work: Work) -> None:
     """Rows whose gradient is not finite keep their statistics; their roots are not due."""
     assert work.rows is not None
+    assert work.finite is not None
     kept = work.finite[: work.rows.matrices]
     for name in [name for name in work.before if name.startswith(METRIC)]:
         before, value = work.before.pop(name), work.tensors[name]
-        if not name.endswith("_root"):
+        if not _is_root(name):
             value.copy_(torch.where(kept.view(-1, *[1] * (value.ndim - 1)), value, before))
 
 
-def _refresh_due(
+def _call_host(handle: int, works: Sequence[Work], rates: Tensor) -> None:
+    finite = [work.finite for work in works]
+    due, corrections, units, statistics, roots, conditions, failures = lists = [[] for _ in range(7)]
+    for work in works:
+        if work.due is None:
+            continue
+        count = work.rows.matrices
+        due.append(work.due)
+        corrections.append(work.facts.correction2[:count])
+        units.append(work.facts.units[:count])
+        conditions.append(work.rows.values["root_condition"])
+        failures.append(work.rows.values["root_failures"])
+        for key, value in work.tensors.items():
+            if key.startswith(METRIC):
+                (roots if _is_root(key) else statistics).append(value)
+    torch.ops.rpt.host(handle, finite, *lists, rates)
+
+
+def _host(
     handle: int,
+    finite: Sequence[Tensor],
     due: Sequence[Tensor],
     corrections: Sequence[Tensor],
     units: Sequence[Tensor],
@@ -192,26 +257,34 @@ def _refresh_due(
     failures: Sequence[Tensor],
     rates: Tensor,
 ) -> None:
+    """What the host has to do in a compiled step. On a device it waits, as an ordinary step does."""
     traced = _traced[handle]
+    optimizer = traced.optimizer()
+    assert optimizer is not None
     for g, group in enumerate(traced.groups):
+        if type(group["lr"]) is not float or not group["lr"] >= 0.0:
+            optimizer._look_at_groups()  # raises, or makes a number of it
         rates[g] = group["lr"]
-    if not any(each.any() for each in due):
-        return
-    works = [work for work in traced.works if work.stack.matrices]
-    statistics, roots = list(statistics), list(roots)
-    for k, work in enumerate(works):
+    for work, each in zip(traced.works, finite, strict=True):
+        if not each.all():
+            owners = [s.parameter for s in work.seats for _ in range(s.form.pieces)]
+            bad = [p for p, good in zip(owners, each[:, 0].tolist(), strict=True) if not good]
+            optimizer._warn_of_nonfinite(bad)
+    rest = iter(statistics), iter(roots)
+    with_roots = [work for work in traced.works if work.stack.backend is not None]
+    for k, work in enumerate(with_roots):
         stack = work.stack
-        metric = {}
-        for key in stack.tensors:
-            if key.startswith(METRIC):
-                metric[key[len(METRIC) :]] = (roots if key.endswith("_root") else statistics).pop(0)
-        rows = due[k][:, 0].nonzero()[:, 0]
-        if not len(rows):
+        metric = {
+            key[len(METRIC) :]: next(rest[_is_root(key)])
+            for key in stack.tensors
+            if key.startswith(METRIC)
+        }
+        if not due[k].any():
             continue
-        numbers = numbers_of(stack.dtype, False)
-        given = Rows(
-            momentum=due[k],
-            frame=due[k],
+        facts = Facts(None, corrections[k], units[k], due[k][:, 0].nonzero()[:, 0], False, True)
+        rows = Rows(
+            momentum=rates,
+            frame=rates,
             metric=metric,
             values={"root_condition": conditions[k], "root_failures": failures[k]},
             sizes=None,
@@ -219,16 +292,17 @@ def _refresh_due(
             matrices=stack.matrices,
             shapes=stack.true_shapes,
             backend=stack.backend,
-            numbers=numbers,
+            numbers=numbers_of(stack.dtype, False),
         )
-        facts = Facts(None, corrections[k], units[k], rows, False, True)
-        _refresh(given, facts, work.rule)
+        tried = replace(work, facts=facts, failed=refresh(rows, facts, work.rule)).tried()
+        optimizer._warn_of_failed_roots(tried)
 
 
-_SIGNATURE = (
-    "(int handle, Tensor[] due, Tensor[] corrections, Tensor[] units, Tensor[] statistics, "
-    "Tensor(a!)[] roots, Tensor(b!)[] conditions, Tensor(c!)[] failures, Tensor(d!) rates) -> ()"
+torch.library.define(
+    "rpt::host",
+    "(int handle, Tensor[] finite, Tensor[] due, Tensor[] corrections, Tensor[] units, "
+    "Tensor[] statistics, Tensor(a!)[] roots, Tensor(b!)[] conditions, Tensor(c!)[] failures, "
+    "Tensor(d!) rates) -> ()",
 )
-torch.library.define("rpt::refresh_due", _SIGNATURE)
-torch.library.impl("rpt::refresh_due", "CompositeExplicitAutograd", _refresh_due)
-torch.library.register_fake("rpt::refresh_due", lambda *_: None)
+torch.library.impl("rpt::host", "CompositeExplicitAutograd", _host)
+torch.library.register_fake("rpt::host", lambda *_: None)

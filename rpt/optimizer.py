@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ from .store.schema import counted, holds_state, saved
 from .telemetry import Telemetry, gather_telemetry
 from .work import Work, plan
 
+if TYPE_CHECKING:
+    from .compiled import Traced
+
 __all__ = ["ResidualPolarTransport"]
 
 Self = TypeVar("Self", bound="ResidualPolarTransport")
@@ -57,10 +60,9 @@ _options_of = itemgetter(*(name for name in options.NAMES if name != "lr"))
 # Plans for as many sets of parameters with a gradient are kept.
 _PLANS = 16
 
-# `_update` behind a wall for torch.compile: whoever compiles step() gets it as it is, because its host
-# decisions would be traced anew each time. Made with the first optimizer: torch.compiler's machinery
-# takes seconds to import, which `import rpt` saves.
-_update_untraced: Callable[[ResidualPolarTransport], None] | None = None
+# What torch.compile makes of a step. Loaded with the first optimizer: torch.compiler's machinery takes
+# seconds to import, which `import rpt` saves.
+_compiled: Any = None
 
 
 class _Known(NamedTuple):
@@ -171,12 +173,9 @@ class ResidualPolarTransport(Optimizer):
 
     def _begin(self, attachment: Attachment | None = None) -> None:
         """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
-        global _update_untraced
-        if _update_untraced is None:
-            global _core
-            from . import compiled
-            _core = torch.compiler.allow_in_graph(compiled.core)
-            _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
+        global _compiled
+        if _compiled is None:
+            from . import compiled as _compiled
         self._observing = Observing(self.observer_settings, attachment)
         # What attached models call their parameters.
         self._names: dict[Tensor, str] = getattr(self, "_names", {})
@@ -193,7 +192,7 @@ class ResidualPolarTransport(Optimizer):
         self._known: dict[int, _Known] = {}
         self._plans: dict[tuple[Any, ...], list[Work]] = {}
         self._settled = self._blind = self._curved = False
-        self._traced = None
+        self._traced: Traced | None = None
 
     # -- parameter groups ---------------------------------------------------------------------------
 
@@ -215,6 +214,7 @@ class ResidualPolarTransport(Optimizer):
         super().add_param_group(param_group)
         self._grown = True
         self._settled = False
+        self._traced = None
 
     def _backend(self, name: str) -> RootBackend:
         return self._groups.backend(name)
@@ -260,35 +260,10 @@ class ResidualPolarTransport(Optimizer):
                 loss = closure()
         check = "_accelerator_graph_capture_health_check"  # its name since torch 2.10
         getattr(self, check, self._cuda_graph_capture_health_check)()
-        if torch.compiler.is_compiling() and self._trace():
-            traced = self._traced
-            _core(
-                traced.handle,
-                traced.parameters,
-                [p.grad for p in traced.parameters],
-                traced.tensors,
-                traced.places,
-                traced.rates,
-            )
-            return loss
-        assert _update_untraced is not None
-        _update_untraced(self)
+        assert _compiled is not None
+        if not (torch.compiler.is_compiling() and _compiled.step(self)):
+            _compiled.untraced(self)
         return loss
-
-    @torch.compiler.assume_constant_result
-    def _trace(self) -> bool:
-        from .compiled import Traced
-
-        self._look_at_groups()
-        live, kinds = self._live_gradients()
-        agreed, curved = Agreement(live, [0.0] * len(live), NOTHING), []
-        if not self._settled or self._curved:
-            agreed, curved = self._settle(agreed, self._ranks())
-        works = self._plan(live, True)
-        chosen = [p for _, p, _ in live]
-        idle = [p for p in self._all() if p.grad is None and p.numel()]
-        self._traced = Traced(self.param_groups, chosen, idle, works)
-        return True
 
     def _update(self) -> None:
         """The step without its closure: refuse, agree, compute and write stack by stack, conclude."""
@@ -412,6 +387,7 @@ class ResidualPolarTransport(Optimizer):
                 self._backend,
             )
             self._plans.clear()
+            self._traced = None
             for (g, p, _), is_curved in zip(agreed.live, curved, strict=True):
                 facts = (g, p.shape, p.dtype, p.device)
                 self._known[id(p)] = _Known(facts, self.state.get(p), is_curved)
@@ -497,21 +473,27 @@ class ResidualPolarTransport(Optimizer):
         bad = [entry for entry, ok in zip(live, finite, strict=True) if not ok]
         if not bad:
             return live, peaks
-        listed = ", ".join(self._name(p) for _, p, _ in bad[:3]) + (", …" if len(bad) > 3 else "")
+        parameters = [parameter for _, parameter, _ in bad]
         if any(self.param_groups[g]["nonfinite"] == "raise" for g, *_ in bad):
             raise RuntimeError(
-                f"non-finite gradient in {listed}; nothing was updated. Lower the learning rate, clip "
-                'gradients, use a GradScaler with float16, or pass nonfinite="skip"'
+                f"non-finite gradient in {self._listed(parameters)}; nothing was updated. Lower the "
+                'learning rate, clip gradients, use a GradScaler with float16, or pass nonfinite="skip"'
             )
-        for _, parameter, _ in bad:
+        for parameter in parameters:
             record = self.state[parameter]
             record["skipped"] = record.get("skipped", 0)
             record["skipped"] += 1  # in place where it is part of a stack
+        self._warn_of_nonfinite(parameters)
+        return list(compress(live, finite)), list(compress(peaks, finite))
+
+    def _warn_of_nonfinite(self, bad: list[Tensor]) -> None:
         self._warn_once(
             "nonfinite",
-            f"skipped non-finite gradients in {listed}; telemetry() counts them from here on",
+            f"skipped non-finite gradients in {self._listed(bad)}; telemetry() counts them from here on",
         )
-        return list(compress(live, finite)), list(compress(peaks, finite))
+
+    def _listed(self, parameters: list[Tensor]) -> str:
+        return ", ".join(map(self._name, parameters[:3])) + (", …" if len(parameters) > 3 else "")
 
     def _move_gain(self, group: dict[str, Any], mine: list[Outcome], recorded: bool) -> None:
         if group["capturable"] and mine:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Damping, Refresh, State
 from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
-from .packed import lower, pack, packed_length, relative_change_packed, unpack
+from .packed import lower, pack, packed_length, relative_change_packed, traced_places, unpack
 
 __all__ = ["BlockSide", "DiagonalSide", "Side", "keep_where", "relative_change"]
 
@@ -127,7 +127,9 @@ class BlockSide:
         for suffix, first, blocks, rows in self.pieces(gradient.shape[-2]):
             factor = state[name + suffix]
             # `pack`, whose places are kept: of all there is in a step, this is called most.
-            below, _ = lower(rows, gradient.device, getattr(gradient, "fake_mode", None))
+            below = traced_places.get(rows)
+            if below is None:
+                below, _ = lower(rows, gradient.device, getattr(gradient, "fake_mode", None))
             for k, part in self._parts(gradient, first, blocks, rows):
                 view = factor.flatten(0, 1) if k is None else factor[:, k]
                 square = torch.bmm(part, part.mT).flatten(1).index_select(1, below)

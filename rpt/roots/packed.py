@@ -19,20 +19,16 @@ def packed_length(size: int) -> int:
     return size * (size + 1) // 2
 
 
-# While a step is traced: places by size, which are then inputs of its graph.
-traced_places: dict[int, tuple[Tensor, Tensor]] = {}
+# Of a step that is being traced: where triangles lie, by size, as inputs of its graph.
+traced_places: dict[int, Tensor] = {}
 
 
+@cache
 def lower(size: int, device: torch.device, mode: object = None) -> tuple[Tensor, Tensor]:
     """Where the triangle's entries lie in the flattened matrix: as (row, column) and as (column, row).
 
     `mode` is that of fake tensors (`fake_mode`): what is made for one may be used in no other.
     """
-    return traced_places.get(size) or _places(size, device, mode)
-
-
-@cache
-def _places(size: int, device: torch.device, mode: object) -> tuple[Tensor, Tensor]:
     rows, cols = torch.tril_indices(size, size, device=device)
     kind = torch.int32 if size**2 < 2**31 else torch.int64
     return (rows * size + cols).to(kind), (cols * size + rows).to(kind)
