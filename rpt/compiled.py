@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Traced", "prepare", "step", "untraced"]
 
-# An optimizer keeps its handle, so that the compiler finds its graphs in its cache.
-_next_handle = itertools.count()
-_handles: WeakKeyDictionary[ResidualPolarTransport, int] = WeakKeyDictionary()
-_traced: WeakValueDictionary[int, Traced] = WeakValueDictionary()
+_numbers = itertools.count()
+_traced: WeakValueDictionary[str, Traced] = WeakValueDictionary()
 # Whoever changes one of them wants another graph; the rate is fetched.
 _DECIDING = [name for name in NAMES if name != "lr"]
 
@@ -46,7 +44,7 @@ class Traced:
     """What a compiled step of an optimizer works on, in lists that a tracer can guard.
 
     Attributes:
-        handle: where the operator finds this.
+        handle: where the operator finds this, text, so that no tracer takes it for a size.
         groups: the parameter groups, and what their options were.
         parameters, idle: those with a gradient, and those without.
         works: of a plan for `parameters`.
@@ -58,9 +56,7 @@ class Traced:
     def __init__(
         self, optimizer: ResidualPolarTransport, live: Sequence[Live], works: list[Work]
     ) -> None:
-        if optimizer not in _handles:
-            _handles[optimizer] = next(_next_handle)
-        self.handle = _handles[optimizer]
+        self.handle = str(next(_numbers))
         _traced[self.handle] = self
         self.optimizer = ref(optimizer)
         self.groups: list[dict[str, Any]] = optimizer.param_groups
@@ -80,8 +76,6 @@ class Traced:
         )
         self.places = [lower(side, device)[0] for side in self.sides]
         self.rates = torch.zeros(len(self.groups), dtype=torch.float64, device=device)
-        for tensor in (*self.tensors, *self.places, self.rates, *(g for *_, g in live)):
-            torch._dynamo.mark_static(tensor)
 
     def as_traced(self) -> bool:
         """Always true where it is traced; what it reads, the tracer guards."""
@@ -104,46 +98,51 @@ def untraced(optimizer: ResidualPolarTransport) -> None:
 
 def step(optimizer: ResidualPolarTransport) -> bool:
     """Take the step as part of a graph; False for one that must be ordinary."""
-    if optimizer._observing.anything or not prepare(optimizer):
+    observing = optimizer._observing
+    if observing.anything or observing.bereft:
         return False
-    traced = optimizer._traced
-    assert traced is not None
+    handle = prepare(optimizer)
+    if not handle:
+        return False
+    # Found by a key of its own: a tracer takes a size for dynamic that is another than before in the
+    # same place.
+    traced = optimizer._traced[handle]
     if not traced.as_traced():
         return False
     gradients = [parameter.grad for parameter in traced.parameters]
-    _core(
-        traced.handle, traced.parameters, gradients, traced.tensors, traced.places, traced.rates
-    )
+    _core(handle, traced.parameters, gradients, traced.tensors, traced.places, traced.rates)
     return True
 
 
 @torch.compiler.assume_constant_result
-def prepare(optimizer: ResidualPolarTransport) -> bool:
+def prepare(optimizer: ResidualPolarTransport) -> str:
     """Give all parameters with a gradient their places, before their step is traced.
 
     Returns:
-        False for what a graph cannot hold, or where the ordinary step has an error to raise.
+        its handle, a key of `optimizer._traced`; empty for what a graph cannot hold, and where the
+        ordinary step has an error to raise.
     """
     try:
         optimizer._look_at_groups()
         live, _ = optimizer._live_gradients()
     except (RuntimeError, TypeError, ValueError):
-        return False
+        return ""
     ranks = optimizer._ranks()
     if not live or optimizer._blind or type(ranks) is not SingleProcess:
-        return False
+        return ""
     for group in optimizer.param_groups:
         by_drift = group["root_drift_threshold"] is not None
         if by_drift or group["gain_rate"] or group["nonfinite"] == "raise":
-            return False
+            return ""
     agreed, curved = optimizer._settle(Agreement(live, [0.0] * len(live), NOTHING), ranks)
     works = [] if curved else optimizer._plan(agreed.live, True)
     if not works or any(not _traceable(work) for work in works):
-        return False
+        return ""
     if len({tensor.device for work in works for tensor in work.stack.whole()}) > 1:
-        return False
-    optimizer._traced = Traced(optimizer, live, works)
-    return True
+        return ""
+    traced = Traced(optimizer, live, works)
+    optimizer._traced = {traced.handle: traced}
+    return traced.handle
 
 
 def _traceable(work: Work) -> bool:
@@ -156,7 +155,7 @@ def _traceable(work: Work) -> bool:
 
 @torch.compiler.allow_in_graph
 def _core(
-    handle: int,
+    handle: str,
     parameters: list[Tensor],
     gradients: list[Tensor],
     tensors: list[Tensor],
@@ -204,6 +203,7 @@ def _take(
         rows, facts, counts = work.rows, work.facts, work.counts
         assert rows is not None
         assert facts is not None
+        assert work.gradient is not None
         if work.due is not None:
             due, count = work.due, rows.matrices
             now = counts["step"][:count] + 1, counts["peak"][:count]
@@ -227,18 +227,21 @@ def _keep_statistics(work: Work) -> None:
             value.copy_(torch.where(kept.view(-1, *[1] * (value.ndim - 1)), value, before))
 
 
-def _call_host(handle: int, works: Sequence[Work], rates: Tensor) -> None:
+def _call_host(handle: str, works: Sequence[Work], rates: Tensor) -> None:
     finite = [work.finite for work in works]
-    due, corrections, units, statistics, roots, conditions, failures = lists = [[] for _ in range(7)]
+    lists: list[list[Tensor]] = [[] for _ in range(7)]
+    due, corrections, units, statistics, roots, conditions, failures = lists
     for work in works:
         if work.due is None:
             continue
-        count = work.rows.matrices
+        assert work.rows is not None
+        assert work.facts is not None
+        count, values = work.rows.matrices, work.rows.values
         due.append(work.due)
         corrections.append(work.facts.correction2[:count])
         units.append(work.facts.units[:count])
-        conditions.append(work.rows.values["root_condition"])
-        failures.append(work.rows.values["root_failures"])
+        conditions.append(values["root_condition"])
+        failures.append(values["root_failures"])
         for key, value in work.tensors.items():
             if key.startswith(METRIC):
                 (roots if _is_root(key) else statistics).append(value)
@@ -246,7 +249,7 @@ def _call_host(handle: int, works: Sequence[Work], rates: Tensor) -> None:
 
 
 def _host(
-    handle: int,
+    handle: str,
     finite: Sequence[Tensor],
     due: Sequence[Tensor],
     corrections: Sequence[Tensor],
@@ -300,7 +303,7 @@ def _host(
 
 torch.library.define(
     "rpt::host",
-    "(int handle, Tensor[] finite, Tensor[] due, Tensor[] corrections, Tensor[] units, "
+    "(str handle, Tensor[] finite, Tensor[] due, Tensor[] corrections, Tensor[] units, "
     "Tensor[] statistics, Tensor(a!)[] roots, Tensor(b!)[] conditions, Tensor(c!)[] failures, "
     "Tensor(d!) rates) -> ()",
 )

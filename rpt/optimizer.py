@@ -192,7 +192,7 @@ class ResidualPolarTransport(Optimizer):
         self._known: dict[int, _Known] = {}
         self._plans: dict[tuple[Any, ...], list[Work]] = {}
         self._settled = self._blind = self._curved = False
-        self._traced: Traced | None = None
+        self._traced: dict[str, Traced] = {}
 
     # -- parameter groups ---------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class ResidualPolarTransport(Optimizer):
         super().add_param_group(param_group)
         self._grown = True
         self._settled = False
-        self._traced = None
+        self._traced = {}
 
     def _backend(self, name: str) -> RootBackend:
         return self._groups.backend(name)
@@ -387,7 +387,7 @@ class ResidualPolarTransport(Optimizer):
                 self._backend,
             )
             self._plans.clear()
-            self._traced = None
+            self._traced = {}
             for (g, p, _), is_curved in zip(agreed.live, curved, strict=True):
                 facts = (g, p.shape, p.dtype, p.device)
                 self._known[id(p)] = _Known(facts, self.state.get(p), is_curved)
