@@ -1,6 +1,6 @@
 """`step()` inside a function that `torch.compile` takes: one graph, no break, nothing to recompile for.
 
-A tracer sees `step` below: `prepare`, which runs while it traces, lists of tensors that become the graph's
+A tracer sees `Compiled.step`: `prepare`, which runs while it traces, lists of tensors that become the graph's
 inputs, and `_core`, whose operations become the graph. The decisions are those of a recorded step, made by
 tensors. What a graph cannot hold is in one operator, called in every step: it decomposes where roots are
 due, and fetches the learning rates, so that neither a schedule nor a refresh is traced.
@@ -9,6 +9,7 @@ due, and fetches the learning rates, so that neither a schedule nor a refresh is
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from .work import Work
 if TYPE_CHECKING:
     from .optimizer import ResidualPolarTransport
 
-__all__ = ["Traced", "prepare", "step", "untraced"]
+__all__ = ["Compiled"]
 
 _numbers = itertools.count()
 _traced: WeakValueDictionary[str, Traced] = WeakValueDictionary()
@@ -45,7 +46,8 @@ class Traced:
 
     Attributes:
         handle: where the operator finds this, text, so that no tracer takes it for a size.
-        groups: the parameter groups, and what their options were.
+        groups, options, counts: the parameter groups, what their options were, and how many parameters
+            they had.
         parameters, idle: those with a gradient, and those without.
         works: of a plan for `parameters`.
         tensors: the stacks' tensors, one stack after the other.
@@ -61,6 +63,7 @@ class Traced:
         self.optimizer = ref(optimizer)
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self.options = [[group[name] for name in _DECIDING] for group in self.groups]
+        self.counts = [len(group["params"]) for group in self.groups]
         self.parameters = [parameter for _, parameter, _ in live]
         self.idle = [p for p in optimizer._all() if p.grad is None]
         self.works = works
@@ -83,66 +86,76 @@ class Traced:
             for name, option in zip(_DECIDING, options, strict=True):
                 if group[name] != option:
                     return False
-        return all(parameter.grad is None for parameter in self.idle)
+        counts = [len(group["params"]) for group in self.groups]
+        return counts == self.counts and all(parameter.grad is None for parameter in self.idle)
 
 
 def _is_root(key: str) -> bool:
     return key.startswith(METRIC) and key.endswith("_root")
 
 
-@torch.compiler.disable
-def untraced(optimizer: ResidualPolarTransport) -> None:
-    """The ordinary step, outside of any graph: its decisions would be traced anew each time."""
-    optimizer._update()
+class Compiled:
+    """The step of one optimizer, for torch.compile.
 
-
-def step(optimizer: ResidualPolarTransport) -> bool:
-    """Take the step as part of a graph; False for one that must be ordinary."""
-    observing = optimizer._observing
-    if observing.anything or observing.bereft:
-        return False
-    handle = prepare(optimizer)
-    if not handle:
-        return False
-    # Found by a key of its own: a tracer takes a size for dynamic that is another than before in the
-    # same place.
-    traced = optimizer._traced[handle]
-    if not traced.as_traced():
-        return False
-    gradients = [parameter.grad for parameter in traced.parameters]
-    _core(handle, traced.parameters, gradients, traced.tensors, traced.places, traced.rates)
-    return True
-
-
-@torch.compiler.assume_constant_result
-def prepare(optimizer: ResidualPolarTransport) -> str:
-    """Give all parameters with a gradient their places, before their step is traced.
-
-    Returns:
-        its handle, a key of `optimizer._traced`; empty for what a graph cannot hold, and where the
-        ordinary step has an error to raise.
+    Attributes:
+        ready: what graphs were made of, by handle; at most one. In a dict, because a tracer takes a size for dynamic that is another
+            than it was before in the same place.
     """
-    try:
-        optimizer._look_at_groups()
-        live, _ = optimizer._live_gradients()
-    except (RuntimeError, TypeError, ValueError):
-        return ""
-    ranks = optimizer._ranks()
-    if not live or optimizer._blind or type(ranks) is not SingleProcess:
-        return ""
-    for group in optimizer.param_groups:
-        by_drift = group["root_drift_threshold"] is not None
-        if by_drift or group["gain_rate"] or group["nonfinite"] == "raise":
+
+    def __init__(self, optimizer: ResidualPolarTransport) -> None:
+        self._optimizer = ref(optimizer)
+        self.ready: dict[str, Traced] = {}
+
+    def step(self) -> bool:
+        """Take the step as part of a graph; False for one that must be ordinary."""
+        handle = self.prepare()
+        if not handle:
+            return False
+        traced = self.ready[handle]
+        if not traced.as_traced():
+            return False
+        gradients = [parameter.grad for parameter in traced.parameters]
+        _core(handle, traced.parameters, gradients, traced.tensors, traced.places, traced.rates)
+        return True
+
+    @torch.compiler.disable
+    def untraced(self) -> None:
+        """The ordinary step, outside of any graph: its decisions would be traced anew each time."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        optimizer._update()
+
+    @torch.compiler.assume_constant_result
+    def prepare(self) -> str:
+        """While a step is traced: give all parameters with a gradient their places.
+
+        Returns:
+            a handle; empty for what a graph cannot hold, and where the ordinary step has an error to
+            raise.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        try:
+            optimizer._look_at_groups()
+            live, _ = optimizer._live_gradients()
+        except (RuntimeError, TypeError, ValueError):
             return ""
-    agreed, curved = optimizer._settle(Agreement(live, [0.0] * len(live), NOTHING), ranks)
-    works = [] if curved else optimizer._plan(agreed.live, True)
-    if not works or any(not _traceable(work) for work in works):
-        return ""
-    if len({tensor.device for work in works for tensor in work.stack.whole()}) > 1:
-        return ""
-    traced = Traced(optimizer, live, works)
-    optimizer._traced = {traced.handle: traced}
-    return traced.handle
+        ranks = optimizer._ranks()
+        if not live or optimizer._blind or type(ranks) is not SingleProcess:
+            return ""
+        for group in optimizer.param_groups:
+            by_drift = group["root_drift_threshold"] is not None
+            if by_drift or group["gain_rate"] or group["nonfinite"] == "raise":
+                return ""
+        agreed, curved = optimizer._settle(Agreement(live, [0.0] * len(live), NOTHING), ranks)
+        works = [] if curved else optimizer._plan(agreed.live, True)
+        if not works or any(not _traceable(work) for work in works):
+            return ""
+        if len({tensor.device for work in works for tensor in work.stack.whole()}) > 1:
+            return ""
+        traced = Traced(optimizer, live, works)
+        self.ready = {traced.handle: traced}
+        return traced.handle
 
 
 def _traceable(work: Work) -> bool:
@@ -265,7 +278,7 @@ def _host(
     optimizer = traced.optimizer()
     assert optimizer is not None
     for g, group in enumerate(traced.groups):
-        if type(group["lr"]) is not float or not group["lr"] >= 0.0:
+        if type(group["lr"]) is not float or not 0.0 <= group["lr"] < math.inf:
             optimizer._look_at_groups()  # raises, or makes a number of it
         rates[g] = group["lr"]
     for work, each in zip(traced.works, finite, strict=True):

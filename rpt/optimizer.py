@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,6 @@ from .store.schema import counted, holds_state, saved
 from .telemetry import Telemetry, gather_telemetry
 from .work import Work, plan
 
-if TYPE_CHECKING:
-    from .compiled import Traced
-
 __all__ = ["ResidualPolarTransport"]
 
 Self = TypeVar("Self", bound="ResidualPolarTransport")
@@ -59,10 +56,6 @@ Self = TypeVar("Self", bound="ResidualPolarTransport")
 _options_of = itemgetter(*(name for name in options.NAMES if name != "lr"))
 # Plans for as many sets of parameters with a gradient are kept.
 _PLANS = 16
-
-# What torch.compile makes of a step. Loaded with the first optimizer: torch.compiler's machinery takes
-# seconds to import, which `import rpt` saves.
-_compiled: Any = None
 
 
 class _Known(NamedTuple):
@@ -173,9 +166,10 @@ class ResidualPolarTransport(Optimizer):
 
     def _begin(self, attachment: Attachment | None = None) -> None:
         """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
-        global _compiled
-        if _compiled is None:
-            from . import compiled as _compiled
+        # torch.compiler's machinery takes seconds to load, which `import rpt` saves.
+        from .compiled import Compiled
+
+        self._compiled = Compiled(self)
         self._observing = Observing(self.observer_settings, attachment)
         # What attached models call their parameters.
         self._names: dict[Tensor, str] = getattr(self, "_names", {})
@@ -192,7 +186,7 @@ class ResidualPolarTransport(Optimizer):
         self._known: dict[int, _Known] = {}
         self._plans: dict[tuple[Any, ...], list[Work]] = {}
         self._settled = self._blind = self._curved = False
-        self._traced: dict[str, Traced] = {}
+        self._compiled.ready = {}
 
     # -- parameter groups ---------------------------------------------------------------------------
 
@@ -214,7 +208,7 @@ class ResidualPolarTransport(Optimizer):
         super().add_param_group(param_group)
         self._grown = True
         self._settled = False
-        self._traced = {}
+        self._compiled.ready = {}
 
     def _backend(self, name: str) -> RootBackend:
         return self._groups.backend(name)
@@ -260,9 +254,10 @@ class ResidualPolarTransport(Optimizer):
                 loss = closure()
         check = "_accelerator_graph_capture_health_check"  # its name since torch 2.10
         getattr(self, check, self._cuda_graph_capture_health_check)()
-        assert _compiled is not None
-        if not (torch.compiler.is_compiling() and _compiled.step(self)):
-            _compiled.untraced(self)
+        observing = self._observing
+        traced = torch.compiler.is_compiling() and not (observing.anything or observing.bereft)
+        if not (traced and self._compiled.step()):
+            self._compiled.untraced()
         return loss
 
     def _update(self) -> None:
@@ -387,7 +382,7 @@ class ResidualPolarTransport(Optimizer):
                 self._backend,
             )
             self._plans.clear()
-            self._traced = {}
+            self._compiled.ready = {}
             for (g, p, _), is_curved in zip(agreed.live, curved, strict=True):
                 facts = (g, p.shape, p.dtype, p.device)
                 self._known[id(p)] = _Known(facts, self.state.get(p), is_curved)
