@@ -98,8 +98,8 @@ class Compiled:
     """The step of one optimizer, for torch.compile.
 
     Attributes:
-        ready: what graphs were made of, by handle; at most one. In a dict, because a tracer takes a size for dynamic that is another
-            than it was before in the same place.
+        ready: what the latest graph was made of, by its handle. In a dict, because a tracer takes a size
+            for dynamic that is another than it was before in the same place.
     """
 
     def __init__(self, optimizer: ResidualPolarTransport) -> None:
