@@ -118,13 +118,6 @@ class Compiled:
         _core(handle, traced.parameters, gradients, traced.tensors, traced.places, traced.rates)
         return True
 
-    @torch.compiler.disable
-    def untraced(self) -> None:
-        """The ordinary step, outside of any graph: its decisions would be traced anew each time."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        optimizer._update()
-
     @torch.compiler.assume_constant_result
     def prepare(self) -> str:
         """While a step is traced: give all parameters with a gradient their places.

@@ -57,6 +57,11 @@ _options_of = itemgetter(*(name for name in options.NAMES if name != "lr"))
 # Plans for as many sets of parameters with a gradient are kept.
 _PLANS = 16
 
+# `_update` behind a wall for torch.compile, where a graph cannot hold the step (`rpt.compiled`): its host
+# decisions would be traced anew each time. Made with the first optimizer: torch.compiler's machinery
+# takes seconds to import, which `import rpt` saves.
+_update_untraced: Callable[[ResidualPolarTransport], None] | None = None
+
 
 class _Known(NamedTuple):
     """What about a parameter decided its place: when any of it changes, places are chosen anew."""
@@ -166,8 +171,10 @@ class ResidualPolarTransport(Optimizer):
 
     def _begin(self, attachment: Attachment | None = None) -> None:
         """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
-        # torch.compiler's machinery takes seconds to load, which `import rpt` saves.
-        from .compiled import Compiled
+        global _update_untraced
+        if _update_untraced is None:
+            _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
+        from .compiled import Compiled  # late, as torch.compiler
 
         self._compiled = Compiled(self)
         self._observing = Observing(self.observer_settings, attachment)
@@ -257,7 +264,8 @@ class ResidualPolarTransport(Optimizer):
         observing = self._observing
         traced = torch.compiler.is_compiling() and not (observing.anything or observing.bereft)
         if not (traced and self._compiled.step()):
-            self._compiled.untraced()
+            assert _update_untraced is not None
+            _update_untraced(self)
         return loss
 
     def _update(self) -> None:
