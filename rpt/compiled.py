@@ -185,6 +185,7 @@ def _take(
     tensors: list[Tensor],
     rates: Tensor,
 ) -> None:
+    """A recorded step, whose roots are refreshed in the middle of it by the host."""
     ownership, works = SingleProcess(), []
     for work in traced.works:
         count = len(work.stack.whole())
@@ -234,6 +235,7 @@ def _keep_statistics(work: Work) -> None:
 
 
 def _call_host(handle: str, works: Sequence[Work], rates: Tensor) -> None:
+    """Hand `_host` what it needs: of each work with matrices, an entry in every list."""
     finite = [work.finite for work in works]
     lists: list[list[Tensor]] = [[] for _ in range(7)]
     due, corrections, units, statistics, roots, conditions, failures = lists
