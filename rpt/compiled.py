@@ -152,11 +152,10 @@ class Compiled:
 
 
 def _traceable(work: Work) -> bool:
-    """All of a stack, with roots whose state is known to be statistics and roots."""
+    """All of a stack, with built-in roots: their state is known to be statistics and roots."""
     backend = work.stack.backend
-    return work.index is None and (
-        backend is None or (isinstance(backend, KroneckerRoots) and backend.capturable)
-    )
+    ours = backend is None or type(backend).__module__ == KroneckerRoots.__module__
+    return work.index is None and ours and (backend is None or backend.capturable)
 
 
 @torch.compiler.allow_in_graph

@@ -241,7 +241,7 @@ class ResidualPolarTransport(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; in a function that `torch.compile` takes, as part of its graph.
+        """Update every parameter that has a gradient; compiled, as part of the function's graph.
 
         Args:
             closure: re-evaluates the model and returns the loss.
