@@ -57,7 +57,7 @@ _options_of = itemgetter(*(name for name in options.NAMES if name != "lr"))
 # Plans for as many sets of parameters with a gradient are kept.
 _PLANS = 16
 
-# `_update` behind a wall for torch.compile: whoever compiles step() gets it as it is, because its host
+# `_update` behind a wall for torch.compile, where a graph cannot hold the step (`rpt.compiled`): its host
 # decisions would be traced anew each time. Made with the first optimizer: torch.compiler's machinery
 # takes seconds to import, which `import rpt` saves.
 _update_untraced: Callable[[ResidualPolarTransport], None] | None = None
@@ -175,6 +175,9 @@ class ResidualPolarTransport(Optimizer):
         global _update_untraced
         if _update_untraced is None:
             _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
+        from .compiled import Compiled  # late, as torch.compiler
+
+        self._compiled = Compiled(self)
         self._observing = Observing(self.observer_settings, attachment)
         # What attached models call their parameters.
         self._names: dict[Tensor, str] = getattr(self, "_names", {})
@@ -191,6 +194,7 @@ class ResidualPolarTransport(Optimizer):
         self._known: dict[int, _Known] = {}
         self._plans: dict[tuple[Any, ...], list[Work]] = {}
         self._settled = self._blind = self._curved = False
+        self._compiled.ready = {}
 
     # -- parameter groups ---------------------------------------------------------------------------
 
@@ -212,6 +216,7 @@ class ResidualPolarTransport(Optimizer):
         super().add_param_group(param_group)
         self._grown = True
         self._settled = False
+        self._compiled.ready = {}
 
     def _backend(self, name: str) -> RootBackend:
         return self._groups.backend(name)
@@ -237,7 +242,7 @@ class ResidualPolarTransport(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient; compiled, as part of the function's graph.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -257,8 +262,11 @@ class ResidualPolarTransport(Optimizer):
                 loss = closure()
         check = "_accelerator_graph_capture_health_check"  # its name since torch 2.10
         getattr(self, check, self._cuda_graph_capture_health_check)()
-        assert _update_untraced is not None
-        _update_untraced(self)
+        observing = self._observing
+        traced = torch.compiler.is_compiling() and not (observing.anything or observing.bereft)
+        if not (traced and self._compiled.step()):
+            assert _update_untraced is not None
+            _update_untraced(self)
         return loss
 
     def _update(self) -> None:
@@ -383,6 +391,7 @@ class ResidualPolarTransport(Optimizer):
                 self._backend,
             )
             self._plans.clear()
+            self._compiled.ready = {}
             for (g, p, _), is_curved in zip(agreed.live, curved, strict=True):
                 facts = (g, p.shape, p.dtype, p.device)
                 self._known[id(p)] = _Known(facts, self.state.get(p), is_curved)
@@ -468,21 +477,27 @@ class ResidualPolarTransport(Optimizer):
         bad = [entry for entry, ok in zip(live, finite, strict=True) if not ok]
         if not bad:
             return live, peaks
-        listed = ", ".join(self._name(p) for _, p, _ in bad[:3]) + (", …" if len(bad) > 3 else "")
+        parameters = [parameter for _, parameter, _ in bad]
         if any(self.param_groups[g]["nonfinite"] == "raise" for g, *_ in bad):
             raise RuntimeError(
-                f"non-finite gradient in {listed}; nothing was updated. Lower the learning rate, clip "
-                'gradients, use a GradScaler with float16, or pass nonfinite="skip"'
+                f"non-finite gradient in {self._listed(parameters)}; nothing was updated. Lower the "
+                'learning rate, clip gradients, use a GradScaler with float16, or pass nonfinite="skip"'
             )
-        for _, parameter, _ in bad:
+        for parameter in parameters:
             record = self.state[parameter]
             record["skipped"] = record.get("skipped", 0)
             record["skipped"] += 1  # in place where it is part of a stack
+        self._warn_of_nonfinite(parameters)
+        return list(compress(live, finite)), list(compress(peaks, finite))
+
+    def _warn_of_nonfinite(self, bad: list[Tensor]) -> None:
         self._warn_once(
             "nonfinite",
-            f"skipped non-finite gradients in {listed}; telemetry() counts them from here on",
+            f"skipped non-finite gradients in {self._listed(bad)}; telemetry() counts them from here on",
         )
-        return list(compress(live, finite)), list(compress(peaks, finite))
+
+    def _listed(self, parameters: list[Tensor]) -> str:
+        return ", ".join(map(self._name, parameters[:3])) + (", …" if len(parameters) > 3 else "")
 
     def _move_gain(self, group: dict[str, Any], mine: list[Outcome], recorded: bool) -> None:
         # Where the coherences are: here the host would wait for them.

@@ -25,7 +25,7 @@ from .rule.update import Facts, drift, measure, take_step, update_polar_weight
 from .store.schema import METRIC, WHO
 from .work import Work
 
-__all__ = ["advance", "deliver", "group_gain"]
+__all__ = ["advance", "begin", "deliver", "group_gain", "limits"]
 
 
 def advance(
@@ -49,7 +49,7 @@ def advance(
     with np.errstate(all="ignore"):
         waiting = []
         for work in batch:
-            _begin(work, live, peaks, ranks, global_rank)
+            begin(work, live, peaks, ranks, global_rank)
             if work.changed is not None:
                 waiting.append(work)
         if waiting:
@@ -61,12 +61,12 @@ def advance(
             if not work.recorded and work.due is not None:
                 work.facts.due = _rows_that_are(work.due, work.stack.device)
             if work.rule.max_relative_step is not None and work.rows.matrices:
-                work.facts.limits = _limits(work, ownership)
+                work.facts.limits = limits(work, ownership)
             work.step = take_step(work.rows, work.gradient, work.facts, work.rule)
             work.failed = work.step.failed
 
 
-def _begin(
+def begin(
     work: Work,
     live: Sequence[Live],
     peaks: Sequence[float],
@@ -136,6 +136,9 @@ def _begin(
     )
     if work.finite is not None:
         able = work.finite[:count] & (unit[:count] > 0)
+        if work.hosted:
+            work.due = able & (ages >= 1.0)
+            return
         work.facts.due = most_overdue(ages, able, rule.max_root_staleness)
         return
     work.due = ages[:, 0] >= 1.0
@@ -253,7 +256,7 @@ def _gather(work: Work, divisors: Scalars) -> Tensor:
     return rows.div_(scale)
 
 
-def _limits(work: Work, ownership: Ownership) -> Scalars:
+def limits(work: Work, ownership: Ownership) -> Scalars:
     """The largest RMS that each row's update may have, (k, 1); vectors have no bound."""
     rows, stack, rule = work.rows, work.stack, work.rule
     assert rows is not None
@@ -357,10 +360,10 @@ def _keep_what_is_not_finite(work: Work, finite: Tensor) -> None:
     count = work.rows.matrices
     work.counts["step"] += 1
     kinds = {"all": finite, "matrix": finite[:count], "vector": finite[count:]}
-    for name, value in work.tensors.items():
-        kept = kinds["matrix" if name.startswith(METRIC) else WHO[name]]
+    for name, before in work.before.items():
+        value, kept = work.tensors[name], kinds["matrix" if name.startswith(METRIC) else WHO[name]]
         kept = kept.view(-1, *[1] * (value.ndim - 1))
-        value.copy_(torch.where(kept, value, work.before[name]))
+        value.copy_(torch.where(kept, value, before))
     work.counts["skipped"] += ~finite
 
 

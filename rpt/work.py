@@ -36,6 +36,7 @@ class Work:
         group: their parameter group, and its index.
         rule: its numbers.
         recorded: whether decisions are made by tensors.
+        hosted: whether the host refreshes roots that are due, though recorded (`rpt.compiled`).
         index: their rows, None for all of the stack's.
         lead: whether any is a stack of matrices or vectors of its own.
         alike: whether all have one shape, and rows hold them without padding.
@@ -52,6 +53,7 @@ class Work:
     index: Index | None
     lead: bool
     alike: bool
+    hosted: bool = False
     # The stack's tensors, or copies of some rows; what of them the rule works on; the counters, which
     # are arrays where the host decides.
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The networks of the step benchmark: two lists of matrices, a GPT, a ResNet-18 and three tiny networks."""
+"""The networks of the step benchmark: two lists of matrices, a GPT, a ResNet-18 and four tiny networks."""
 
 import itertools
 from collections.abc import Callable
@@ -166,6 +166,7 @@ MODELS: dict[str, Callable[[torch.device], Workload]] = {
     "gpt256": gpt,
     "contextmlp": context_mlp,
     "mlp64": lambda device: mlp("mlp64", "MLP 2-64-64-3, batch 256", (2, 64, 64, 3), 256, device),
+    "mlp10": lambda device: mlp("mlp10", "MLP 64-64-64-10, batch 64", (64, 64, 64, 10), 64, device),
     "autoencoder": lambda device: mlp(
         "autoencoder", "Autoencoder 64-96-8-96-64, batch 128", (64, 96, 8, 96, 64), 128, device
     ),

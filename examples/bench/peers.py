@@ -1,6 +1,6 @@
-"""Time of one optimizer step, RPT beside its peers, on the shapes of seven networks.
+"""Time of one optimizer step, RPT beside its peers, on the shapes of eight networks.
 
-    python -m examples.bench.peers [--models matrices256 gpt256 ...] [--threads 1] [--device cuda]
+    python -m examples.bench.peers [--models matrices256 gpt256 ...] [--threads 1] [--device cuda] [--compile]
 
 All arms run in one process and take turns: each trains its own copy of the model on the same batches
 (on the two lists of matrices, which have no forward pass, on the same synthetic gradients), so that
@@ -9,7 +9,8 @@ process with one thread, which other processes do not distort, and wall time wit
 
 Medians show the ordinary step. Means and the worst step are printed too, because RPT refreshes its
 roots, and SOAP and Shampoo theirs, every so many steps. `--age` puts off the timing until the optimizers
-are that many steps old: RPT's roots are refreshed often while they are young.
+are that many steps old: RPT's roots are refreshed often while they are young. `--compile` adds AdamW and RPT
+with `step()` in a function that torch.compile takes.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from .peer_optimizers import ARMS, Factory, state_bytes
 
 # Compiles and tunes every shape at first, for minutes: only where asked for.
 SLOW = ("heavyball SOAP",)
+COMPILED = ", compiled"
 REFERENCES = ("AdamW", "float32 Muon", "SOAP")
 
 
@@ -45,9 +47,12 @@ def clock_of(device: torch.device, threads: int) -> Callable[[], float]:
 class Arm:
     """One optimizer on its own copy of a model, with the times of its steps in milliseconds."""
 
-    def __init__(self, model: nn.Module, factory: Factory) -> None:
+    def __init__(self, model: nn.Module, factory: Factory, compiled: bool) -> None:
         self.model = copy.deepcopy(model)
         self.optimizers = factory(self.model)
+        self.steps = [optimizer.step for optimizer in self.optimizers]
+        if compiled:
+            self.steps = [torch.compile(step) for step in self.steps]
         self.step: list[float] = []
         self.whole: list[float] = []
 
@@ -55,8 +60,8 @@ class Arm:
         started = clock()
         gradients(self.model)
         ready = clock()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        for step in self.steps:
+            step()
         done = clock()
         self.step.append(1000 * (done - ready))
         self.whole.append(1000 * (done - started))
@@ -65,7 +70,10 @@ class Arm:
 def measure(
     workload: Workload, arms: dict[str, Factory], age: int, rounds: int, clock: Callable[[], float]
 ) -> dict[str, Arm]:
-    running = {name: Arm(workload.model, factory) for name, factory in arms.items()}
+    running = {
+        name: Arm(workload.model, factory, name.endswith(COMPILED))
+        for name, factory in arms.items()
+    }
     for round_ in tqdm(range(age + rounds), desc=workload.name, leave=False):
         gradients = workload.batch(round_)
         for arm in running.values():
@@ -122,6 +130,7 @@ def main() -> None:
     parser.add_argument("--age", type=int, default=5, help="steps before the timing begins (5)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help="also compiled steps")
     parser.add_argument("--out", help="append one JSON line per arm and model to this file")
     options = parser.parse_args()
     if options.rounds < 1 or options.age < 0 or options.threads < 1:
@@ -130,6 +139,8 @@ def main() -> None:
     device = torch.device(options.device)
     clock = clock_of(device, options.threads)
     arms = {name: ARMS[name] for name in options.arms}
+    if options.compile:
+        arms |= {name + COMPILED: ARMS[name] for name in ("AdamW", "RPT")}
     print(
         f"torch {torch.__version__}, {device}, {options.threads} thread(s), ratios of means over "
         f"{options.rounds} steps from step {options.age}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Damping, Refresh, State
 from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
-from .packed import lower, pack, packed_length, relative_change_packed, unpack
+from .packed import lower, pack, packed_length, relative_change_packed, traced_places, unpack
 
 __all__ = ["BlockSide", "DiagonalSide", "Side", "keep_where", "relative_change"]
 
@@ -128,7 +128,9 @@ class BlockSide:
     @staticmethod
     def _add(factor: Tensor, part: Tensor, beta2: float, weight: float | Tensor) -> None:
         # `pack`, whose places are kept: of all there is in a step, this is called most.
-        below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
+        below = traced_places.get(part.shape[-2])
+        if below is None:
+            below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
         # Along any later dimension `index_select` takes ten times as long.
         square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
         if isinstance(weight, Tensor):

@@ -19,6 +19,10 @@ def packed_length(size: int) -> int:
     return size * (size + 1) // 2
 
 
+# Of a step that is being traced: where triangles lie, by size, as inputs of its graph.
+traced_places: dict[int, Tensor] = {}
+
+
 @cache
 def lower(size: int, device: torch.device, mode: object = None) -> tuple[Tensor, Tensor]:
     """Where the triangle's entries lie in the flattened matrix: as (row, column) and as (column, row).

@@ -23,7 +23,17 @@ from .polar import Schedule, polar_share, working_dtype
 from .scalars import Numbers, Scalars
 from .transport import carry, certificate, live_frame, norm, store_frame
 
-__all__ = ["Facts", "Rows", "Rule", "Step", "drift", "measure", "take_step", "update_polar_weight"]
+__all__ = [
+    "Facts",
+    "Rows",
+    "Rule",
+    "Step",
+    "drift",
+    "measure",
+    "refresh",
+    "take_step",
+    "update_polar_weight",
+]
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
     requests = []
     if rows.backend is not None and count:
         if facts.due is not None:
-            failed = _refresh(rows, facts, rule)
+            failed = refresh(rows, facts, rule)
         request = rows.backend.apply(rows.metric, _wide(rows, gradient))
         tall = rows.layout[0] > rows.layout[1]
         requests.append((request.mT if tall else request).reshape(count, -1))
@@ -276,7 +286,7 @@ def _vector_request(
     return gradient / numbers.tensor(numbers.where(scale == 0, 1.0, scale))
 
 
-def _refresh(rows: Rows, facts: Facts, rule: Rule) -> Tensor:
+def refresh(rows: Rows, facts: Facts, rule: Rule) -> Tensor:
     """Make the roots anew of the matrices that are due; which of them failed, in that order."""
     assert rows.backend is not None
     assert facts.due is not None
@@ -293,17 +303,17 @@ def _refresh(rows: Rows, facts: Facts, rule: Rule) -> Tensor:
         shapes = None if shapes is None else shapes[due]
         floor, correction = floor[due], correction[due]
     damping = Damping(rule.matrix_ridge, floor, shapes, facts.products)
-    refresh = rows.backend.refresh(metric, _wide_shape(rows), correction, damping)
+    done = rows.backend.refresh(metric, _wide_shape(rows), correction, damping)
     if not whole:
         for key, value in metric.items():
             rows.metric[key][due] = value
     index = numbers.read(due)
-    failed = numbers.read(refresh.failed)[:, None]
+    failed = numbers.read(done.failed)[:, None]
     conditions, failures = rows.values["root_condition"], rows.values["root_failures"]
-    new = numbers.cast(numbers.read(refresh.condition)[:, None], numbers.dtype)
+    new = numbers.cast(numbers.read(done.condition)[:, None], numbers.dtype)
     conditions[index] = numbers.where(failed, conditions[index], new)
     failures[index] += failed
-    return refresh.failed
+    return done.failed
 
 
 def _floor(units: Scalars, eps: float, numbers: Numbers) -> Scalars:

@@ -9,6 +9,7 @@ sees them. Which ones do is the choice of `rpt.store.layout`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +141,22 @@ class Stack:
                 total += tensor.numel() * tensor.element_size() / len(tensor)
         total += self.buffer.numel() * self.buffer.element_size() / self.count
         return total * seat.form.pieces
+
+    def whole(self) -> list[Tensor]:
+        """All tensors that a step of all members reads."""
+        shapes = [] if self.true_shapes is None else [self.true_shapes]
+        return [*self.tensors.values(), self.sizes, self.extents, *shapes]
+
+    def on(self, tensors: Sequence[Tensor]) -> Stack:
+        """This stack with others in place of what `whole` returned."""
+        stack, count = copy(self), len(self.tensors)
+        stack.tensors = dict(zip(self.tensors, tensors[:count], strict=True))
+        stack.sizes, stack.extents, *shapes = tensors[count:]
+        stack.true_shapes = shapes[0] if shapes else None
+        if self.ragged:
+            stack.buffer = stack.sizes.new_zeros(self.count, self.width)
+            stack.places = stack.unpacked(stack.buffer, list(self.seats.values()))
+        return stack
 
     # -- views ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,321 @@
+"""`step()` inside a function that `torch.compile` takes: one graph, no break, nothing to recompile for.
+
+A tracer sees `Compiled.step`: `prepare`, which runs while it traces, lists of tensors that become the graph's
+inputs, and `_core`, whose operations become the graph. The decisions are those of a recorded step, made by
+tensors. What a graph cannot hold is in one operator, called in every step: it decomposes where roots are
+due, and fetches the learning rates, so that neither a schedule nor a refresh is traced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+
+from .apply import SingleProcess
+from .observing import NOTHING
+from .options import NAMES
+from .ownership import Agreement, Live
+from .roots.kronecker import KroneckerRoots
+from .roots.packed import lower, traced_places
+from .rule.scalars import numbers_of
+from .rule.update import Facts, Rows, refresh, take_step
+from .step import begin, deliver, limits
+from .store.schema import METRIC
+from .work import Work
+
+if TYPE_CHECKING:
+    from .optimizer import ResidualPolarTransport
+
+__all__ = ["Compiled"]
+
+_numbers = itertools.count()
+_traced: WeakValueDictionary[str, Traced] = WeakValueDictionary()
+# Whoever changes one of them wants another graph; the rate is fetched.
+_DECIDING = [name for name in NAMES if name != "lr"]
+
+
+class Traced:
+    """What a compiled step of an optimizer works on, in lists that a tracer can guard.
+
+    Attributes:
+        handle: where the operator finds this, text, so that no tracer takes it for a size.
+        groups, options, counts: the parameter groups, what their options were, and how many parameters
+            they had.
+        parameters, idle: those with a gradient, and those without.
+        works: of a plan for `parameters`.
+        tensors: the stacks' tensors, one stack after the other.
+        sides, places: sizes of covariances, and where the triangle of each is (`packed.lower`).
+        rates: learning rate of each group, (groups,), float64.
+    """
+
+    def __init__(
+        self, optimizer: ResidualPolarTransport, live: Sequence[Live], works: list[Work]
+    ) -> None:
+        self.handle = str(next(_numbers))
+        _traced[self.handle] = self
+        self.optimizer = ref(optimizer)
+        self.groups: list[dict[str, Any]] = optimizer.param_groups
+        self.options = [[group[name] for name in _DECIDING] for group in self.groups]
+        self.counts = [len(group["params"]) for group in self.groups]
+        self.parameters = [parameter for _, parameter, _ in live]
+        self.idle = [p for p in optimizer._all() if p.grad is None]
+        self.works = works
+        self.tensors = [t for work in works for t in work.stack.whole()]
+        device = self.tensors[0].device
+        self.sides = sorted(
+            {
+                root.shape[-1]
+                for work in works
+                for key, root in work.stack.tensors.items()
+                if _is_root(key) and root.ndim == 4
+            }
+        )
+        self.places = [lower(side, device)[0] for side in self.sides]
+        self.rates = torch.zeros(len(self.groups), dtype=torch.float64, device=device)
+
+    def as_traced(self) -> bool:
+        """Always true where it is traced; what it reads, the tracer guards."""
+        for group, options in zip(self.groups, self.options, strict=True):
+            for name, option in zip(_DECIDING, options, strict=True):
+                if group[name] != option:
+                    return False
+        counts = [len(group["params"]) for group in self.groups]
+        return counts == self.counts and all(parameter.grad is None for parameter in self.idle)
+
+
+def _is_root(key: str) -> bool:
+    return key.startswith(METRIC) and key.endswith("_root")
+
+
+class Compiled:
+    """The step of one optimizer, for torch.compile.
+
+    Attributes:
+        ready: what the latest graph was made of, by its handle. In a dict, because a tracer takes a size
+            for dynamic that is another than it was before in the same place.
+    """
+
+    def __init__(self, optimizer: ResidualPolarTransport) -> None:
+        self._optimizer = ref(optimizer)
+        self.ready: dict[str, Traced] = {}
+
+    def step(self) -> bool:
+        """Take the step as part of a graph; False for one that must be ordinary."""
+        handle = self.prepare()
+        if not handle:
+            return False
+        traced = self.ready[handle]
+        if not traced.as_traced():
+            return False
+        gradients = [parameter.grad for parameter in traced.parameters]
+        _core(handle, traced.parameters, gradients, traced.tensors, traced.places, traced.rates)
+        return True
+
+    @torch.compiler.assume_constant_result
+    def prepare(self) -> str:
+        """While a step is traced: give all parameters with a gradient their places.
+
+        Returns:
+            a handle; empty for what a graph cannot hold, and where the ordinary step has an error to
+            raise.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        try:
+            optimizer._look_at_groups()
+            live, _ = optimizer._live_gradients()
+        except (RuntimeError, TypeError, ValueError):
+            return ""
+        ranks = optimizer._ranks()
+        if not live or optimizer._blind or type(ranks) is not SingleProcess:
+            return ""
+        for group in optimizer.param_groups:
+            by_drift = group["root_drift_threshold"] is not None
+            if by_drift or group["gain_rate"] or group["nonfinite"] == "raise":
+                return ""
+        agreed, curved = optimizer._settle(Agreement(live, [0.0] * len(live), NOTHING), ranks)
+        works = [] if curved else optimizer._plan(agreed.live, True)
+        if not works or any(not _traceable(work) for work in works):
+            return ""
+        if len({tensor.device for work in works for tensor in work.stack.whole()}) > 1:
+            return ""
+        traced = Traced(optimizer, live, works)
+        self.ready = {traced.handle: traced}
+        return traced.handle
+
+
+def _traceable(work: Work) -> bool:
+    """All of a stack, with built-in roots: their state is known to be statistics and roots."""
+    backend = work.stack.backend
+    ours = backend is None or type(backend).__module__ == KroneckerRoots.__module__
+    return work.index is None and ours and (backend is None or backend.capturable)
+
+
+@torch.compiler.allow_in_graph
+def _core(
+    handle: str,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    tensors: list[Tensor],
+    places: list[Tensor],
+    rates: Tensor,
+) -> None:
+    """The step of `Traced` number `handle`, on the tensors given in place of its own."""
+    traced = _traced[handle]
+    traced_places.update(zip(traced.sides, places, strict=True))
+    try:
+        with torch.no_grad(), torch.autocast(rates.device.type, enabled=False):
+            _take(traced, parameters, gradients, tensors, rates)
+    finally:
+        traced_places.clear()
+
+
+def _take(
+    traced: Traced,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    tensors: list[Tensor],
+    rates: Tensor,
+) -> None:
+    """A recorded step, whose roots are refreshed in the middle of it by the host."""
+    ownership, works = SingleProcess(), []
+    for work in traced.works:
+        count = len(work.stack.whole())
+        stack, tensors = work.stack.on(tensors[:count]), tensors[count:]
+        mine = [parameters[i] for i in work.order]
+        works.append(
+            replace(
+                work,
+                stack=stack,
+                seats=[s._replace(parameter=p) for s, p in zip(work.seats, mine, strict=True)],
+                parameters=mine,
+                group=work.group | {"lr": rates[work.group_index]},
+                hosted=True,
+            )
+        )
+    live = [(0, p, g) for p, g in zip(parameters, gradients, strict=True)]
+    for work in works:
+        begin(work, live, [], {}, None)
+        _keep_statistics(work)
+    _call_host(traced.handle, works, rates)
+    for work in works:
+        rows, facts, counts = work.rows, work.facts, work.counts
+        assert rows is not None
+        assert facts is not None
+        assert work.gradient is not None
+        if work.due is not None:
+            due, count = work.due, rows.matrices
+            now = counts["step"][:count] + 1, counts["peak"][:count]
+            for name, value in zip(("last_root_step", "root_peak"), now, strict=True):
+                counts[name][:] = torch.where(due, value, counts[name])
+            counts["root_refreshes"] += due
+        if work.rule.max_relative_step is not None and rows.matrices:
+            facts.limits = limits(work, ownership)
+        work.step = take_step(rows, work.gradient, facts, work.rule)
+        deliver(work, ownership)
+
+
+def _keep_statistics(work: Work) -> None:
+    """Rows whose gradient is not finite keep their statistics; their roots are not due."""
+    assert work.rows is not None
+    assert work.finite is not None
+    kept = work.finite[: work.rows.matrices]
+    for name in [name for name in work.before if name.startswith(METRIC)]:
+        before, value = work.before.pop(name), work.tensors[name]
+        if not _is_root(name):
+            value.copy_(torch.where(kept.view(-1, *[1] * (value.ndim - 1)), value, before))
+
+
+def _call_host(handle: str, works: Sequence[Work], rates: Tensor) -> None:
+    """Hand `_host` what it needs: of each work with matrices, an entry in every list."""
+    finite = [work.finite for work in works]
+    lists: list[list[Tensor]] = [[] for _ in range(7)]
+    due, corrections, units, statistics, roots, conditions, failures = lists
+    for work in works:
+        if work.due is None:
+            continue
+        assert work.rows is not None
+        assert work.facts is not None
+        count, values = work.rows.matrices, work.rows.values
+        due.append(work.due)
+        corrections.append(work.facts.correction2[:count])
+        units.append(work.facts.units[:count])
+        conditions.append(values["root_condition"])
+        failures.append(values["root_failures"])
+        for key, value in work.tensors.items():
+            if key.startswith(METRIC):
+                (roots if _is_root(key) else statistics).append(value)
+    torch.ops.rpt.host(handle, finite, *lists, rates)
+
+
+def _host(
+    handle: str,
+    finite: Sequence[Tensor],
+    due: Sequence[Tensor],
+    corrections: Sequence[Tensor],
+    units: Sequence[Tensor],
+    statistics: Sequence[Tensor],
+    roots: Sequence[Tensor],
+    conditions: Sequence[Tensor],
+    failures: Sequence[Tensor],
+    rates: Tensor,
+) -> None:
+    """What the host has to do in a compiled step. On a device it waits, as an ordinary step does."""
+    traced = _traced[handle]
+    optimizer = traced.optimizer()
+    assert optimizer is not None
+    for g, group in enumerate(traced.groups):
+        if type(group["lr"]) is not float or not 0.0 <= group["lr"] < math.inf:
+            optimizer._look_at_groups()  # raises, or makes a number of it
+        rates[g] = group["lr"]
+    for work, each in zip(traced.works, finite, strict=True):
+        if not each.all():
+            owners = [s.parameter for s in work.seats for _ in range(s.form.pieces)]
+            bad = [p for p, good in zip(owners, each[:, 0].tolist(), strict=True) if not good]
+            optimizer._warn_of_nonfinite(bad)
+    rest = iter(statistics), iter(roots)
+    with_roots = [work for work in traced.works if work.stack.backend is not None]
+    for k, work in enumerate(with_roots):
+        stack = work.stack
+        metric = {
+            key[len(METRIC) :]: next(rest[_is_root(key)])
+            for key in stack.tensors
+            if key.startswith(METRIC)
+        }
+        now = due[k][:, 0].cpu()
+        if not now.any():
+            continue
+        rows_due = now.nonzero()[:, 0].to(due[k].device)
+        facts = Facts(None, corrections[k], units[k], rows_due, False, True)
+        rows = Rows(
+            momentum=rates,
+            frame=rates,
+            metric=metric,
+            values={"root_condition": conditions[k], "root_failures": failures[k]},
+            sizes=None,
+            layout=stack.layout,
+            matrices=stack.matrices,
+            shapes=stack.true_shapes,
+            backend=stack.backend,
+            numbers=numbers_of(stack.dtype, False),
+        )
+        failed = refresh(rows, facts, work.rule)
+        tried = replace(work, facts=facts, failed=failed, due=now.numpy()).tried()
+        optimizer._warn_of_failed_roots(tried)
+
+
+torch.library.define(
+    "rpt::host",
+    "(str handle, Tensor[] finite, Tensor[] due, Tensor[] corrections, Tensor[] units, "
+    "Tensor[] statistics, Tensor(a!)[] roots, Tensor(b!)[] conditions, Tensor(c!)[] failures, "
+    "Tensor(d!) rates) -> ()",
+)
+torch.library.impl("rpt::host", "CompositeExplicitAutograd", _host)
+torch.library.register_fake("rpt::host", lambda *_: None)
