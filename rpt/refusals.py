@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
 
 from .manifold import manifold_of
-from .ownership import Live, unreadable
-
-__all__ = ["interrupted", "refuse_in_a_graph", "refuse_parameter", "refuse_sparse"]
+from .ownership import Agreement, Live, unreadable
 
 Name = Callable[[Tensor], str]
 
@@ -78,6 +78,46 @@ def refuse_in_a_graph(
             "an attached model measures ranks by decomposition, which a CUDA graph cannot record: call "
             "remove_observers() before recording; polar weights keep their values"
         )
+
+
+def flat_parameter(name: str) -> str:
+    """What is said of a model that consists of one long vector."""
+    return (
+        f"the only parameter is flat, {name}: RPT works on matrices, and steps it as one vector. If a "
+        "wrapper flattened a model, keep its parameters (use_orig_params=True in FSDP1, or fully_shard)"
+    )
+
+
+def without_nonfinite(optimizer: Any, agreed: Agreement) -> Agreement:
+    """Leave out parameters whose gradient is not finite, or raise, as their group says."""
+    finite = [math.isfinite(peak) for peak in agreed.peaks]
+    bad = [entry for entry, good in zip(agreed.live, finite, strict=True) if not good]
+    if not bad:  # only the sum of the peaks is infinite
+        return agreed
+    names = ", ".join(optimizer._name(p) for _, p, _ in bad[:3]) + (", …" if len(bad) > 3 else "")
+    if any(optimizer.param_groups[g]["nonfinite"] == "raise" for g, *_ in bad):
+        raise RuntimeError(
+            f"non-finite gradient in {names}; nothing was updated. Lower the learning rate, clip "
+            'gradients, use a GradScaler with float16, or pass nonfinite="skip"'
+        )
+    for _, parameter, _ in bad:
+        record = optimizer.state[parameter]
+        record["skipped"] = record.get("skipped", 0)
+        record["skipped"] += 1  # in place where it is part of a stack
+    optimizer._warn_once(
+        "nonfinite",
+        f"skipped non-finite gradients in {names}; telemetry() counts them from here on",
+    )
+    live, peaks = (list(compress(each, finite)) for each in agreed[:2])
+    return Agreement(live, peaks, agreed.observed)
+
+
+def failed_roots(name: str) -> str:
+    """What is said of a matrix that has no root, once."""
+    return (
+        f"no root could be computed for {name}, also in float64: it keeps its previous root; "
+        "telemetry() counts such failures from here on"
+    )
 
 
 def interrupted(

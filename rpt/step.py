@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .apply import largest_entries, step_size, weight_norms
-from .ownership import Live, Outcome, Ownership, StepSize
+from .apply import StepSize, largest_entries, step_size, weight_norms
+from .ownership import Live, Outcome, Ownership
 from .rule.length import next_gain, relative_limit
 from .rule.scalars import Scalars, numbers_of
 from .rule.schedule import OUTGROWN, divisor, most_overdue, next_unit, overdue
@@ -25,7 +25,7 @@ from .rule.update import Facts, drift, measure, take_step, update_polar_weight
 from .store.schema import METRIC, WHO
 from .work import Work
 
-__all__ = ["advance", "deliver", "group_gain"]
+__all__ = ["advance", "deliver", "move_gain"]
 
 
 def advance(
@@ -344,11 +344,13 @@ def _keep_what_is_not_finite(work: Work, finite: Tensor) -> None:
     work.counts["skipped"] += ~finite
 
 
-def group_gain(group: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Tensor:
-    """The group's gain after a step: it moves with the mean coherence of what could be compared."""
+def move_gain(group: dict[str, Any], outcomes: Sequence[Outcome], recorded: bool) -> None:
+    """After a step the group's gain moves with the mean coherence of what could be compared."""
+    if not outcomes or (recorded and not group["capturable"]):
+        return
     gain: Tensor = group["gain"]
-    if not outcomes:
-        return gain
+    if group["capturable"]:
+        gain = gain.to(outcomes[0].coherence.device)
     compared = torch.cat([o.compared.to(gain) for o in outcomes])
     coherence = torch.cat([o.coherence.to(gain) for o in outcomes])
     count = compared.sum()
@@ -360,4 +362,6 @@ def group_gain(group: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Tensor:
         low=group["min_gain"],
         high=group["max_gain"],
     )
-    return torch.where(count > 0, moved, gain)
+    moved = torch.where(count > 0, moved, gain)
+    # In place: a replay reads what the replay before it wrote.
+    group["gain"] = gain.copy_(moved) if group["capturable"] else moved

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rpt.observers.staging import Committed
 
-from ..apply import apply_updates, weight_norms
-from ..ownership import Agreement, Live, Outcome, StepSize, is_sharded
+from ..apply import StepSize, apply_updates, weight_norms
+from ..ownership import Agreement, Live, Outcome, Ownership, is_sharded
 from .agreement import Findings, exchange_findings, rendezvous
 from .holding import box_slices
 from .state import adopt_state, share_new_keys, whole_state
@@ -32,7 +32,7 @@ _STATE_DICT_REMEDY = (
 _APART = 0.01
 
 
-class _Ranks:
+class _Ranks(Ownership):
     """What both modes share: agreeing on a step.
 
     Args:
@@ -247,9 +247,6 @@ class ReplicatedRanks(_Ranks):
 
     _unsynchronised = "replicas drift apart"
 
-    def owns(self, parameter: Tensor) -> bool:
-        return True
-
     def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
         """A collective where they are sharded, in the same order on every rank."""
         sharded: Sequence[Any] = parameters
@@ -278,15 +275,6 @@ class ReplicatedRanks(_Ranks):
             pieces.append(update[box_slices(holding.boxes[team.rank])])
         filled = [k for k, part in enumerate(local) if part.numel()]
         apply_updates([local[k] for k in filled], [pieces[k] for k in filled], size)
-
-    def fail(self, error: Exception) -> None:
-        pass
-
-    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        return outcomes
-
-    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
-        return state
 
     def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
         for team in self.teams:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..apply import SingleProcess
 from ..manifold import manifold_of
 from ..ownership import Ownership, is_sharded
 from ..roots import RootBackend, resolve_roots
@@ -71,7 +70,7 @@ def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> 
                     "coordinates: shard it along another dimension, so that every rank holds whole points"
                 )
     if mode == "auto" and not shards and _held_by_zero(optimizer):
-        return SingleProcess()
+        return Ownership()
     number = _next_number()
     if plain and dist.get_world_size() > 1:
         world = dist.group.WORLD
@@ -79,7 +78,7 @@ def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> 
         rendezvous(f"step()#{number}", _STEP_REMEDY, world)
         if not _same_parameters(mode, groups, [p for _, p in plain], world):
             if not shards:
-                return SingleProcess()
+                return Ownership()
             raise RuntimeError(
                 "some parameters are sharded (DTensor) and the others differ between ranks: shard or "
                 "broadcast them, or give them to an optimizer of their own with ownership='local'"
@@ -176,7 +175,9 @@ def _team(
 ) -> Team:
     costs = CostModel()
     items = [
-        planned_item(holding.parameter, g, optimizer.param_groups[g], optimizer._backend, costs)
+        planned_item(
+            holding.parameter, g, optimizer.param_groups[g], optimizer._groups.backend, costs
+        )
         for g, holding in members
     ]
     settled = {

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rpt.observers.staging import Committed
 
-from ..apply import apply_updates, step_size, weight_norms
+from ..apply import StepSize, apply_updates, step_size, weight_norms
 from ..manifold import manifold_of
-from ..ownership import Live, StepSize
+from ..ownership import Live
 from ..store.layout import compute_dtype, form_of
 from ..store.schema import TRAVELLING
 from .holding import Holding, box_numel, box_shape, box_slices

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Callable, Container, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -87,6 +88,12 @@ def form_of(parameter: Tensor, group: Mapping[str, Any]) -> Form:
 def compute_dtype(parameter: Tensor) -> torch.dtype:
     """float64 for float64 parameters, float32 for every other floating type."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def is_fake(parameter: Tensor) -> bool:
+    """Whether it is a tracer's fake tensor."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(parameter, fakes.FakeTensor)
 
 
 def vector_length_class(length: int) -> int:
