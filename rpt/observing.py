@@ -13,8 +13,6 @@ from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import Committed, ObservationStage
 
-__all__ = ["NOTHING", "Observing"]
-
 NOTHING = Committed({}, None, {})
 
 
@@ -22,14 +20,8 @@ class Observing:
     """A stage of observations, and perhaps an attached model.
 
     Attributes:
-        stage: where observations wait.
-        attachment: the model under observation.
         anything: whether anything may be staged.
         bereft: whether the run that this one continues had a model to observe.
-
-    Args:
-        settings: of observations.
-        attachment: the copied model's, in a copy.
     """
 
     def __init__(self, settings: ObserverSettings, attachment: Attachment | None = None) -> None:
@@ -47,31 +39,33 @@ class Observing:
         return [name for name, *_ in self.attachment.sites]
 
     def detach(self) -> None:
-        """Leave the model; what is staged stays."""
         self.bereft = False
         if self.attachment is not None:
             self.attachment.detach()
             self.attachment = None
 
+    def remove(self, state: Mapping[Tensor, Any]) -> None:
+        """Leave the model for good: nothing is expected of it after a resumption."""
+        self.detach()
+        for record in state.values():
+            if "observation_age" in record:
+                record["observation_age"] = 0
+
     def measure(self, activations: Tensor, residuals: Tensor, chosen: list[Any] | None) -> Tensor:
-        """Queue one observation by hand; its rank."""
         self.anything = True
         return ExplicitObserver(self.stage).observe(activations, residuals, chosen)
 
     def queue(self, rank: float | Tensor, chosen: list[Any] | None) -> None:
-        """Queue a known rank."""
         self.anything = True
         for parameter in chosen or [None]:
             self.stage.add_rank(rank, parameter)
 
     def clear(self) -> None:
-        """Drop everything observed since the last step."""
         self.stage.clear()
         if self.attachment is not None:
             self.attachment.clear()
 
     def commit(self) -> Committed:
-        """What was observed since the last step."""
         # What is staged by hand outlives its observer.
         self.anything = self.attachment is not None
         return self.stage.commit()

@@ -1,7 +1,4 @@
-"""`ResidualPolarTransport`: parameter groups, the order of events in a step, observation, checkpoints.
-
-The rule is `rpt.rule`, the step over stacks `rpt.step`, the seam to ranks `rpt.ownership`.
-"""
+"""`ResidualPolarTransport`: the order of events in a step, observation, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ from .groups import Groups, refuse_adamw_keywords
 from .manifold import step_on_manifold
 from .observing import NOTHING, Observing, own
 from .options import DEFAULTS, Nonfinite, ObserverNull, PolarSchedule, Preset, Rounding
-from .ownership import MODES, Agreement, Ownership, OwnershipMode, choose_ownership
-from .refusals import flat_parameter, refuse_in_a_graph, without_nonfinite
+from .ownership import Agreement, Ownership, OwnershipMode, check_mode, choose_ownership
+from .refusals import refuse_in_a_graph, warn_of_a_flat_parameter, without_nonfinite
 from .roots import RootBackend
 from .stacks import Stacks
-from .step import move_gain
+from .step import move_gains
 from .store.schema import saved
 from .telemetry import Telemetry, gather_telemetry
 
@@ -61,8 +58,8 @@ class ResidualPolarTransport(Optimizer):
         ownership: how several ranks share the work (see `rpt.distributed`): "owner" gives every matrix
             to one rank, "replicated" lets every rank compute all, "local" ignores other ranks, "auto"
             is "owner" wherever ranks hold the same parameters or shards of them.
-        foreach, fused: as AdamW takes them; they have no effect.
-        differentiable, amsgrad: as AdamW takes them; True is refused with the remedy.
+        foreach, fused, differentiable, amsgrad: as AdamW takes them; the first two have no effect, the
+            others are refused where True.
 
     Raises:
         ValueError, TypeError: an option out of range, named with its value and its group.
@@ -121,11 +118,7 @@ class ResidualPolarTransport(Optimizer):
         self.observer_settings = ObserverSettings(
             dim=observer_dim, ridge=observer_ridge, center=observer_center, null=observer_null
         )
-        if isinstance(ownership, str) and ownership not in MODES:
-            raise ValueError(
-                f"ownership={ownership!r} is unknown: choose one of {', '.join(map(repr, MODES))}"
-            )
-        self._mode = ownership
+        self._mode = check_mode(ownership)
         self._observe_every = options.OBSERVE_EVERY[preset]
         self._begin()
         super().__init__(params, defaults)
@@ -141,14 +134,7 @@ class ResidualPolarTransport(Optimizer):
         self._ownership: Ownership | None = None
         self._grown = False
         self._warned: set[str] = set()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Look at everything anew in the next step."""
-        self._groups.seen.clear()
         self._stacks = Stacks()
-
-    # -- parameter groups ---------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it lacks come from its own `preset` or from the constructor's.
@@ -163,31 +149,29 @@ class ResidualPolarTransport(Optimizer):
         self._stacks.settled = False
 
     def parameter_name(self, group_index: int, index: int) -> str:
-        """How messages call a parameter: as it was named, else as an attached model names it, else by
-        group and shape."""
+        """How messages call it: by its name, an attached model's name for it, or its place in a group."""
         group = self.param_groups[group_index]
         parameter = group["params"][index]
         shape, names = tuple(parameter.shape), group.get("param_names")
         name = names[index] if names else self._names.get(parameter)
         return f"{name} {shape}" if name else f"parameter {index} of group {group_index} {shape}"
 
+    def _enumerate(self) -> Iterator[tuple[int, int, Tensor]]:
+        for g, group in enumerate(self.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                yield g, i, parameter
+
     def _all(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return [p for *_, p in self._enumerate()]
 
     def _name(self, parameter: Tensor) -> str:
-        return next(
-            self.parameter_name(g, i)
-            for g, group in enumerate(self.param_groups)
-            for i, p in enumerate(group["params"])
-            if p is parameter
-        )
+        places = ((g, i) for g, i, p in self._enumerate() if p is parameter)
+        return self.parameter_name(*next(places))
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             warn(message)
-
-    # -- the step -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -211,8 +195,7 @@ class ResidualPolarTransport(Optimizer):
                 loss = closure()
         check = "_accelerator_graph_capture_health_check"  # its name since torch 2.10
         getattr(self, check, self._cuda_graph_capture_health_check)()
-        assert _update_untraced is not None
-        _update_untraced(self)
+        _update_untraced(self)  # type: ignore[misc]
         return loss
 
     def _update(self) -> None:
@@ -233,9 +216,8 @@ class ResidualPolarTransport(Optimizer):
         recorded = stacks.blind or (capturable and working.is_recording())
         observing = self._observing
         if capturable:
-            alone = type(ranks) is Ownership
             attached = recorded and observing.attachment is not None
-            refuse_in_a_graph(live, groups, alone=alone, attached=attached)
+            refuse_in_a_graph(live, groups, ranks, attached)
         seen = observing.commit() if observing.anything else NOTHING
         if recorded:
             agreed = Agreement(live, [], seen)
@@ -253,9 +235,7 @@ class ResidualPolarTransport(Optimizer):
         outcomes = stacks.step(self, agreed, ranks, recorded)
         for g, parameter, gradient in curved:
             step_on_manifold(parameter, gradient, self.state[parameter], groups[g])
-        for g, group in enumerate(groups):
-            if group["gain_rate"]:
-                move_gain(group, [o for o in outcomes if o.group == g], recorded)
+        move_gains(groups, outcomes, recorded)
         # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
         # led to: nothing was to be observed.
         made_up = bool(agreed.peaks) and not any(agreed.peaks)
@@ -269,12 +249,8 @@ class ResidualPolarTransport(Optimizer):
         if self._ownership is None or self._grown:
             self._ownership = choose_ownership(self._mode, self, self._ownership)
             self._grown = False
-            every = [p for p in self._all() if p.numel()]
-            if len(every) == 1 and every[0].ndim == 1 and every[0].numel() >= 1024:
-                self._warn_once("flat", flat_parameter(self._name(every[0])))
+            warn_of_a_flat_parameter(self)
         return self._ownership
-
-    # -- observation --------------------------------------------------------------------------------
 
     def attach_model(
         self,
@@ -290,8 +266,7 @@ class ResidualPolarTransport(Optimizer):
         Observed are the modules that the model, or any module inside it, names in
         `optimizer_observation_modules()`; without one, every `nn.Linear` (and `Conv1D` of
         transformers) of this optimizer whose smaller side is at least 2. `module_filter` and `sites`
-        override both. One warning says what was found where that leaves nothing. Parameters that were
-        given without names are called by the model's from here on.
+        override both. Parameters given without names are called by the model's from here on.
 
         Args:
             model: the model that is trained.
@@ -306,14 +281,9 @@ class ResidualPolarTransport(Optimizer):
         Raises:
             TypeError, ValueError: what cannot be attached; an earlier attachment then stays.
         """
-        names = self._observing.attach(
-            model,
-            self._all(),
-            module_filter=module_filter,
-            strategy=strategy,
-            observe_every=self._observe_every if observe_every is None else observe_every,
-            sites=sites,
-        )
+        every = self._observe_every if observe_every is None else observe_every
+        options = {"module_filter": module_filter, "strategy": strategy, "sites": sites}
+        names = self._observing.attach(model, self._all(), observe_every=every, **options)
         found: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
         self._names |= {p: found[p] for p in self._all() if p in found}
         self._observing.restore_ages(self.state)
@@ -361,17 +331,12 @@ class ResidualPolarTransport(Optimizer):
 
     def remove_observers(self) -> None:
         """Detach from the model; polar weights keep their values."""
-        self._observing.detach()
-        for record in self.state.values():
-            if "observation_age" in record:
-                record["observation_age"] = 0
+        self._observing.remove(self.state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop observations of the backward passes they came from."""
         self.clear_observations()
         super().zero_grad(set_to_none)
-
-    # -- telemetry and checkpoints ------------------------------------------------------------------
 
     def telemetry(self) -> Telemetry:
         """What happened in the last step, in plain Python; printing it gives a table."""
@@ -392,11 +357,13 @@ class ResidualPolarTransport(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "_groups"):
+        if hasattr(self, "_groups"):  # a load: everything is looked at anew in the next step
+            self._groups.seen.clear()
+            self._stacks = Stacks()
+        else:
             self._groups = Groups(self.__dict__.pop("_custom_roots"))
             self._begin(self.__dict__.pop("_attachment", None))
             self._observing.restore_ages(self.state)
-        self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on: plain numbers, text, and tensors that later steps leave alone.

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Live = tuple[int, Tensor, Tensor]
 
 OwnershipMode = Literal["auto", "owner", "replicated", "local"]
-MODES = get_args(OwnershipMode)
 
 
 class Agreement(NamedTuple):
@@ -111,10 +110,24 @@ class Ownership:
         """After loading: keep in `state` what belongs here."""
 
 
+def check_mode(mode: OwnershipMode | Ownership) -> OwnershipMode | Ownership:
+    """The optimizer's `ownership` option, if it is one.
+
+    Raises:
+        ValueError: no such mode.
+    """
+    modes = get_args(OwnershipMode)
+    if isinstance(mode, str) and mode not in modes:
+        raise ValueError(
+            f"ownership={mode!r} is unknown: choose one of {', '.join(map(repr, modes))}"
+        )
+    return mode
+
+
 def choose_ownership(
     mode: OwnershipMode | Ownership, optimizer: Optimizer, previous: Ownership | None
 ) -> Ownership:
-    """The object for a mode of `MODES`; `rpt.distributed` says what each does on several ranks.
+    """The object for a mode; `rpt.distributed` says what each does on several ranks.
 
     Args:
         mode: the optimizer's `ownership` option.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .manifold import manifold_of
-from .ownership import Agreement, Live, unreadable
+from .ownership import Agreement, Live, Ownership, unreadable
 
 Name = Callable[[Tensor], str]
 
@@ -42,21 +42,17 @@ def refuse_parameter(parameter: Tensor, name: Name) -> None:
 
 
 def refuse_in_a_graph(
-    live: Sequence[Live],
-    groups: Sequence[dict[str, Any]],
-    *,
-    alone: bool,
-    attached: bool,
+    live: Sequence[Live], groups: Sequence[dict[str, Any]], ranks: Ownership, attached: bool
 ) -> None:
     """Raises for what `capturable=True` cannot do.
 
     Args:
         live: what takes part.
         groups: the parameter groups.
-        alone: whether a single process keeps all.
+        ranks: who owns what.
         attached: whether a model is observed while a graph is recorded.
     """
-    if not alone:
+    if type(ranks) is not Ownership:
         raise RuntimeError(
             "capturable=True works in a single process: ranks that share the work agree on the host. "
             'Leave capturable out, or pass ownership="local" if every rank trains on its own'
@@ -80,12 +76,16 @@ def refuse_in_a_graph(
         )
 
 
-def flat_parameter(name: str) -> str:
-    """What is said of a model that consists of one long vector."""
-    return (
-        f"the only parameter is flat, {name}: RPT works on matrices, and steps it as one vector. If a "
-        "wrapper flattened a model, keep its parameters (use_orig_params=True in FSDP1, or fully_shard)"
-    )
+def warn_of_a_flat_parameter(optimizer: Any) -> None:
+    """Say so, once, where one long vector is all there is."""
+    every = [p for p in optimizer._all() if p.numel()]
+    if len(every) == 1 and every[0].ndim == 1 and every[0].numel() >= 1024:
+        optimizer._warn_once(
+            "flat",
+            f"the only parameter is flat, {optimizer._name(every[0])}: RPT works on matrices, and steps "
+            "it as one vector. If a wrapper flattened a model, keep its parameters "
+            "(use_orig_params=True in FSDP1, or fully_shard)",
+        )
 
 
 def without_nonfinite(optimizer: Any, agreed: Agreement) -> Agreement:
@@ -110,14 +110,6 @@ def without_nonfinite(optimizer: Any, agreed: Agreement) -> Agreement:
     )
     live, peaks = (list(compress(each, finite)) for each in agreed[:2])
     return Agreement(live, peaks, agreed.observed)
-
-
-def failed_roots(name: str) -> str:
-    """What is said of a matrix that has no root, once."""
-    return (
-        f"no root could be computed for {name}, also in float64: it keeps its previous root; "
-        "telemetry() counts such failures from here on"
-    )
 
 
 def interrupted(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .manifold import manifold_of
 from .ownership import Agreement, Live, Outcome, Ownership, unreadable
-from .refusals import failed_roots, interrupted, refuse_parameter, refuse_sparse
+from .refusals import interrupted, refuse_parameter, refuse_sparse
 from .step import advance, deliver
 from .store.registry import StackRegistry
 from .work import Work, plan
@@ -130,7 +130,11 @@ class Stacks:
         # Decompositions wait for the device anyway: whether one failed is known on the host by now.
         failed = next((parameter for parameter, bad in tried if bad), None)
         if failed is not None:
-            optimizer._warn_once("roots", failed_roots(optimizer._name(failed)))
+            optimizer._warn_once(
+                "roots",
+                f"no root could be computed for {optimizer._name(failed)}, also in float64: it keeps "
+                "its previous root; telemetry() counts such failures from here on",
+            )
         return ranks.finish(outcomes)
 
     def _plan(self, optimizer: Any, portion: list[Live], recorded: bool) -> list[Work]:

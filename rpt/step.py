@@ -25,7 +25,7 @@ from .rule.update import Facts, drift, measure, take_step, update_polar_weight
 from .store.schema import METRIC, WHO
 from .work import Work
 
-__all__ = ["advance", "deliver", "move_gain"]
+__all__ = ["advance", "deliver", "move_gains"]
 
 
 def advance(
@@ -344,24 +344,28 @@ def _keep_what_is_not_finite(work: Work, finite: Tensor) -> None:
     work.counts["skipped"] += ~finite
 
 
-def move_gain(group: dict[str, Any], outcomes: Sequence[Outcome], recorded: bool) -> None:
-    """After a step the group's gain moves with the mean coherence of what could be compared."""
-    if not outcomes or (recorded and not group["capturable"]):
-        return
-    gain: Tensor = group["gain"]
-    if group["capturable"]:
-        gain = gain.to(outcomes[0].coherence.device)
-    compared = torch.cat([o.compared.to(gain) for o in outcomes])
-    coherence = torch.cat([o.coherence.to(gain) for o in outcomes])
-    count = compared.sum()
-    moved = next_gain(
-        gain,
-        (coherence * compared).sum() / count.clamp_min(1),
-        rate=group["gain_rate"],
-        target=group["target_coherence"],
-        low=group["min_gain"],
-        high=group["max_gain"],
-    )
-    moved = torch.where(count > 0, moved, gain)
-    # In place: a replay reads what the replay before it wrote.
-    group["gain"] = gain.copy_(moved) if group["capturable"] else moved
+def move_gains(
+    groups: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], recorded: bool
+) -> None:
+    """After a step each group's gain moves with the mean coherence of what could be compared."""
+    for g, group in enumerate(groups):
+        mine = [o for o in outcomes if o.group == g] if group["gain_rate"] else []
+        if not mine or (recorded and not group["capturable"]):
+            continue
+        gain: Tensor = group["gain"]
+        if group["capturable"]:
+            gain = gain.to(mine[0].coherence.device)
+        compared = torch.cat([o.compared.to(gain) for o in mine])
+        coherence = torch.cat([o.coherence.to(gain) for o in mine])
+        count = compared.sum()
+        moved = next_gain(
+            gain,
+            (coherence * compared).sum() / count.clamp_min(1),
+            rate=group["gain_rate"],
+            target=group["target_coherence"],
+            low=group["min_gain"],
+            high=group["max_gain"],
+        )
+        moved = torch.where(count > 0, moved, gain)
+        # In place: a replay reads what the replay before it wrote.
+        group["gain"] = gain.copy_(moved) if group["capturable"] else moved

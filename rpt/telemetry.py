@@ -86,14 +86,13 @@ class Telemetry(dict[str, Any]):
 def gather_telemetry(optimizer: Any) -> Telemetry:
     """Read the state of every parameter that has one."""
     parameters = {}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if record := optimizer.state.get(parameter):
-                entry = _entry(record)
-                entry["state_bytes"] = optimizer._stacks.registry.nbytes(parameter) or sum(
-                    v.nbytes for v in record.values() if isinstance(v, torch.Tensor)
-                )
-                parameters[optimizer.parameter_name(g, i)] = entry
+    for g, i, parameter in optimizer._enumerate():
+        if record := optimizer.state.get(parameter):
+            entry = _entry(record)
+            entry["state_bytes"] = optimizer._stacks.registry.nbytes(parameter) or sum(
+                v.nbytes for v in record.values() if isinstance(v, torch.Tensor)
+            )
+            parameters[optimizer.parameter_name(g, i)] = entry
     entries = list(parameters.values())
     matrices = [entry for entry in entries if "polar_weight" in entry]
     total: dict[str, Any] = {"parameters": len(entries)}

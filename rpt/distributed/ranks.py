@@ -18,8 +18,6 @@ from .holding import box_slices
 from .state import adopt_state, share_new_keys, whole_state
 from .team import Team
 
-__all__ = ["OwnerRanks", "ReplicatedRanks"]
-
 _STATE_DICT_REMEDY = (
     "With ownership='owner' the state is spread over the ranks and state_dict() collects it: call it on "
     "every rank and write the file on one of them, or use torch.distributed.checkpoint, or build the "
@@ -108,10 +106,11 @@ class _Ranks(Ownership):
         if not apart:
             return
         worst = max(apart, key=lambda i: (found.peaks[i] - found.lows[i]) / found.peaks[i])
+        name = self.optimizer._name(team.parameters[worst])
         self.optimizer._warn_once(
             "unsynchronised",
             f"the gradients of {len(apart)} parameter(s) differ between ranks (the largest entries are "
-            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in {team.name(worst)}): nothing "
+            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in {name}): nothing "
             f"averages them, and {self._unsynchronised}. "
             "If ranks hold replicas, wrap the model in DistributedDataParallel or average its gradients "
             "before step(); if each rank trains on its own, as under PostLocalSGDOptimizer, pass "
@@ -192,7 +191,7 @@ class OwnerRanks(_Ranks):
     def fail(self, error: Exception) -> None:
         """Go through the rest of the step's collectives with empty hands, then let the caller raise."""
         for team in self.teams:
-            team.failure = str(error)
+            team.failed = True
         for n, (team, bucket) in enumerate(self._remaining):
             if n:
                 team.portion(bucket)

@@ -20,8 +20,6 @@ from .holding import Holding, box_numel, box_shape, box_slices
 from .plan import Plan
 from .wire import Exchange, Parcel, communication_device
 
-__all__ = ["SCALARS", "Team"]
-
 # Small numbers of a parameter's state that every rank keeps, whoever owns the rest.
 SCALARS = TRAVELLING
 # Beside them: was it updated, its frame compared with an earlier one, were its roots recomputed.
@@ -56,7 +54,7 @@ class Team:
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
         self.device = communication_device(group, self.parameters[0].device)
         self.live: dict[int, Live] = {}
-        self.failure: str | None = None
+        self.failed = False
         self._laid_out: set[int] = set()
         self._facts = torch.zeros(len(members), len(FACTS), dtype=torch.float64, device=self.device)
         self._columns: dict[str, Tensor] = {}
@@ -74,12 +72,6 @@ class Team:
 
     def owns(self, index: int) -> bool:
         return self.plan.owner[index] == self.rank
-
-    def name(self, index: int) -> str:
-        """How messages call a parameter."""
-        g, parameter = self.members[index][0], self.parameters[index]
-        among = self.optimizer.param_groups[g]["params"]
-        return self.optimizer.parameter_name(g, [id(p) for p in among].index(id(parameter)))
 
     @property
     def wire_bytes(self) -> int:
@@ -99,15 +91,12 @@ class Team:
                 source = holding.source(box, owner)
                 if source == owner or not box_numel(box):
                     continue
-                if source == self.rank:
-                    outgoing.append(Parcel(owner, i, box_shape(box), dtype))
-                if owner == self.rank:
-                    incoming.append(Parcel(source, i, box_shape(box), dtype))
                 # Beside each piece of the gradient, the length of that piece of the weight.
-                if source == self.rank:
-                    outgoing.append(Parcel(owner, ("norm", i), (), torch.float64))
-                if owner == self.rank:
-                    incoming.append(Parcel(source, ("norm", i), (), torch.float64))
+                for parcel in ((i, box_shape(box), dtype), (("norm", i), (), torch.float64)):
+                    if source == self.rank:
+                        outgoing.append(Parcel(owner, *parcel))
+                    elif owner == self.rank:
+                        incoming.append(Parcel(source, *parcel))
         return Exchange(outgoing, incoming, self.group, self.device)
 
     def _delivering(self, bucket: int) -> Exchange:
@@ -140,7 +129,7 @@ class Team:
 
     def begin(self, live: Mapping[int, Live]) -> None:
         """Note which parameters take part (position → entry); the same positions on every rank."""
-        self.live, self.failure = dict(live), None
+        self.live, self.failed = dict(live), False
         self._laid_out.clear()
         for exchange in (*self._gathers, *self._deliveries):
             exchange.clear()
@@ -180,7 +169,7 @@ class Team:
         local = holding.local(gradient)
         if not holding.sharded:
             return local
-        whole = local.new_empty(tuple(holding.global_shape()))
+        whole = local.new_empty(tuple(holding.parameter.shape))
         squares = []
         for box in dict.fromkeys(holding.boxes):
             if not box_numel(box):
@@ -260,7 +249,7 @@ class Team:
         for peer in range(self.size):
             if peer != self.rank:
                 place = exchange.outgoing(peer, "facts")
-                place[0].fill_(float(self.failure is not None))
+                place[0].fill_(float(self.failed))
                 place[1:].copy_(self._facts[mine])
         exchange.launch()
 
