@@ -8,15 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "StepSize",
-    "apply_updates",
-    "largest_entries",
-    "round_into",
-    "step_size",
-    "weight_norms",
-]
-
 
 class StepSize(NamedTuple):
     """How an update reaches a weight: W <- decay · W - rate · u, then rounding to the weight's dtype.

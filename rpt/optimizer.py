@@ -23,7 +23,7 @@ from .groups import Groups, refuse_adamw_keywords
 from .manifold import step_on_manifold
 from .observing import NOTHING, Observing, own
 from .options import DEFAULTS, Nonfinite, ObserverNull, PolarSchedule, Preset, Rounding
-from .ownership import Agreement, Ownership, OwnershipMode, check_mode, choose_ownership
+from .ownership import Agreement, Live, Ownership, OwnershipMode, check_mode, choose_ownership
 from .refusals import refuse_in_a_graph, warn_of_a_flat_parameter, without_nonfinite
 from .roots import RootBackend
 from .stacks import Stacks
@@ -229,7 +229,7 @@ class ResidualPolarTransport(Optimizer):
             if not math.isfinite(sum(agreed.peaks)):
                 agreed = without_nonfinite(self, agreed)
         observing.stage.last_counts = agreed.observed.counts
-        curved = []
+        curved: list[Live] = []
         if not stacks.settled or stacks.curved:
             agreed, curved = stacks.settle(self, agreed, ranks)
         outcomes = stacks.step(self, agreed, ranks, recorded)

@@ -68,9 +68,8 @@ def _number(
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name}={value!r} must be a number")
-        if not ((low < value if above else low <= value) and (value < high or closed)) or (
-            closed and value > high
-        ):
+        inside = low < value if above else low <= value
+        if not (inside and (value <= high if closed else value < high)):
             bounds = f"{'above' if above else 'at least'} {low:g}"
             limit = f"at most {high:g}" if closed else f"below {high:g}"
             raise ValueError(

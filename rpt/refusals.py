@@ -44,14 +44,7 @@ def refuse_parameter(parameter: Tensor, name: Name) -> None:
 def refuse_in_a_graph(
     live: Sequence[Live], groups: Sequence[dict[str, Any]], ranks: Ownership, attached: bool
 ) -> None:
-    """Raises for what `capturable=True` cannot do.
-
-    Args:
-        live: what takes part.
-        groups: the parameter groups.
-        ranks: who owns what.
-        attached: whether a model is observed while a graph is recorded.
-    """
+    """Raises for what `capturable=True` cannot do; `attached` to a model while a graph is recorded, too."""
     if type(ranks) is not Ownership:
         raise RuntimeError(
             "capturable=True works in a single process: ranks that share the work agree on the host. "
@@ -108,8 +101,9 @@ def without_nonfinite(optimizer: Any, agreed: Agreement) -> Agreement:
         "nonfinite",
         f"skipped non-finite gradients in {names}; telemetry() counts them from here on",
     )
-    live, peaks = (list(compress(each, finite)) for each in agreed[:2])
-    return Agreement(live, peaks, agreed.observed)
+    return agreed._replace(
+        live=list(compress(agreed.live, finite)), peaks=list(compress(agreed.peaks, finite))
+    )
 
 
 def interrupted(

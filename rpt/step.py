@@ -25,8 +25,6 @@ from .rule.update import Facts, drift, measure, take_step, update_polar_weight
 from .store.schema import METRIC, WHO
 from .work import Work
 
-__all__ = ["advance", "deliver", "move_gains"]
-
 
 def advance(
     batch: Sequence[Work],

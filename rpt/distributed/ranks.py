@@ -31,13 +31,7 @@ _APART = 0.01
 
 
 class _Ranks(Ownership):
-    """What both modes share: agreeing on a step.
-
-    Args:
-        teams: sets of ranks and their parameters, in the same order on every rank.
-        optimizer: whose.
-        number: of this object, the same on every rank.
-    """
+    """What both modes share: agreeing on a step. `number` is the same on every rank."""
 
     # What becomes of replicas whose gradients differ.
     _unsynchronised = ""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..manifold import manifold_of
-from ..store.schema import numbered
+from ..store.schema import TRAVELLING, numbered
 from .holding import box_slices, shard_box
-from .team import SCALARS, Team
+from .team import Team
 
 # Tensors of fewer entries stay whole on every rank.
 SMALL = 1024
@@ -144,5 +144,5 @@ def adopt_state(team: Team, state: Mapping[Tensor, Any], keep: Callable[[int], b
                 continue
             if hasattr(value, "full_tensor"):
                 record[key] = value = value.full_tensor()
-            if not keep(i) and key not in SCALARS:
+            if not keep(i) and key not in TRAVELLING:
                 record[key] = _nothing(parameter, value.dtype)

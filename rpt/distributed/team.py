@@ -20,11 +20,9 @@ from .holding import Holding, box_numel, box_shape, box_slices
 from .plan import Plan
 from .wire import Exchange, Parcel, communication_device
 
-# Small numbers of a parameter's state that every rank keeps, whoever owns the rest.
-SCALARS = TRAVELLING
-# Beside them: was it updated, its frame compared with an earlier one, were its roots recomputed.
+# Was it updated, its frame compared with an earlier one, were its roots recomputed; and what travels.
 EVENTS = ("updated", "compared", "refreshed")
-FACTS = (*EVENTS, *SCALARS)
+FACTS = (*EVENTS, *TRAVELLING)
 
 
 class Team:
@@ -35,8 +33,6 @@ class Team:
 
     Args:
         members: (group index, holding) of every parameter, in the optimizer's order.
-        plan: who owns which.
-        group: the ranks.
         optimizer: whose groups and state are read anew in every step.
     """
 
@@ -204,15 +200,7 @@ class Team:
         compared: Tensor,
         refreshed: bool,
     ) -> None:
-        """Take the finished update of an owned parameter: apply it here, lay it out for the others.
-
-        Args:
-            parameter: the optimizer's.
-            update: u, of the whole parameter's shape.
-            size: how it reaches the weight.
-            compared: whether its frame was compared with an earlier one, 0-d.
-            refreshed: whether its roots were recomputed.
-        """
+        """Take the finished update of an owned parameter: apply it here, lay it out for the others."""
         i = self.position[id(parameter)]
         holding = self.members[i][1]
         here = box_slices(holding.boxes[self.rank])
@@ -259,7 +247,7 @@ class Team:
         records = [self.optimizer.state.get(self.parameters[i], {}) for i in indices]
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         for column, key in enumerate(FACTS):
-            if key in SCALARS:
+            if key in TRAVELLING:
                 values = [record.get(key, nothing) for record in records]
                 self._facts[indices, column] = torch.stack([v.to(nothing).mean() for v in values])
 
@@ -333,7 +321,7 @@ class Team:
             return
         self._ensure_columns()
         for column, key in enumerate(FACTS):
-            if key in SCALARS:
+            if key in TRAVELLING:
                 self._columns[key].copy_(self._facts[:, column])
         for i in remote:
             record = self.optimizer.state[self.parameters[i]]
@@ -344,7 +332,7 @@ class Team:
             record["observations"] = record.get("observations", 0) + (matrix and seen)
             record.setdefault("skipped", 0)
             if self._linked.get(i) is not record:
-                for key in SCALARS:
+                for key in TRAVELLING:
                     if matrix or not key.startswith("root_"):
                         record[key] = self._columns[key][i]
                 if matrix:
@@ -362,7 +350,7 @@ class Team:
         if not self._columns:
             wide = any(compute_dtype(p) == torch.float64 for p in self.parameters)
             real = torch.float64 if wide else torch.float32
-            for key in SCALARS:
+            for key in TRAVELLING:
                 dtype = torch.int64 if key == "root_failures" else real
                 self._columns[key] = torch.zeros(
                     len(self.parameters), dtype=dtype, device=self.device

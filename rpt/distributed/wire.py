@@ -19,13 +19,7 @@ ALIGNMENT = 16
 
 
 class Parcel(NamedTuple):
-    """What travels between this rank and a peer.
-
-    Attributes:
-        peer: rank in the group that it goes to, or comes from.
-        key: what it is called here.
-        shape, dtype: of its tensor.
-    """
+    """A tensor that travels to a peer, or comes from it; `key` is what it is called here."""
 
     peer: int
     key: Hashable

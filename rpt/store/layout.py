@@ -22,16 +22,6 @@ from torch import Tensor
 
 from .cost import OVERHEAD, matrix_work
 
-__all__ = [
-    "Form",
-    "compute_dtype",
-    "form_of",
-    "host_layout",
-    "matrix_layouts",
-    "vector_layouts",
-    "vector_length_class",
-]
-
 Shape = tuple[int, int]
 
 # A matrix this costly is never padded: one stack less could not be noticed beside it. 256 x 256 costs
@@ -126,11 +116,7 @@ def matrix_layouts(
 
 
 def vector_layouts(counts: Mapping[Shape, int]) -> dict[Shape, Shape]:
-    """(1, padded length) of the stack for vectors of each (1, length class).
-
-    Args:
-        counts: how many vectors there are of each.
-    """
+    """(1, padded length) of the stack for vectors of each (1, length class), of which there are `counts`."""
     return _merge(counts, lambda shape: _VECTOR * shape[1], 0.0, lambda _: True)
 
 

@@ -23,8 +23,6 @@ from .layout import (
 from .schema import holds_state
 from .stack import Seat, Stack
 
-__all__ = ["StackRegistry"]
-
 
 class StackRegistry:
     """Stacks of all parameters that have had a gradient, kept from step to step.
