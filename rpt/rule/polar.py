@@ -17,6 +17,8 @@ from torch import Tensor
 
 from .scalars import Numbers, Scalars
 
+__all__ = ["Schedule", "polar_factor", "polar_schedule", "polar_share"]
+
 Coefficients = tuple[float, float, float]
 
 # Steep at zero rather than convergent: singular values land between about 0.7 and 1.2.

@@ -23,6 +23,8 @@ from .polar import Schedule, polar_share
 from .scalars import Numbers, Scalars
 from .transport import carry, certificate, live_frame, norm, store_frame
 
+__all__ = ["Facts", "Rows", "Rule", "Step", "drift", "measure", "take_step", "update_polar_weight"]
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -18,6 +18,8 @@ from ..roots import RootBackend
 from .layout import Form
 from .schema import ENTRIES, METRIC
 
+__all__ = ["Index", "Seat", "Stack"]
+
 _ENTRIES = {entry.name: entry for entry in ENTRIES}
 
 
@@ -30,7 +32,13 @@ class Seat(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Rows of some members, int64 on the stack's device: in what all have, only matrices, only vectors."""
+    """Rows of some members of a stack, int64 on its device.
+
+    Attributes:
+        all: where they are in what every row has.
+        matrix: those of matrices, in what only matrices have.
+        vector: those of vectors, in what only vectors have.
+    """
 
     all: Tensor
     matrix: Tensor
@@ -47,6 +55,8 @@ class Stack:
 
     Args:
         members: (parameter, form): those that are matrices come first.
+        backend: the metric of the matrices.
+        dtype: the working dtype.
         like: an empty tensor where the state is to live.
         polar_prior: the polar weight of matrices that no observation has reached.
         layout: (rows, cols) of a row: its matrices' own, or a wide one that holds them all; (1,
@@ -129,6 +139,8 @@ class Stack:
         total += self.buffer.numel() * self.buffer.element_size() / self.count
         return total * seat.form.pieces
 
+    # -- views ------------------------------------------------------------------------------------------
+
     def keys(self, form: Form) -> list[str]:
         """The tensor entries of one parameter's state."""
         others = "vector" if form.matrix else "matrix"
@@ -205,6 +217,8 @@ class Stack:
             self.tensors["held"][rows] = self.tensors["frame"][rows].any(dim=1, keepdim=True)
         if seat.form.matrix:
             record.setdefault("observation_age", 0)
+
+    # -- some members -----------------------------------------------------------------------------------
 
     def index(self, seats: Sequence[Seat]) -> Index | None:
         """The rows of some members; None for all."""
