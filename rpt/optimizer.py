@@ -201,8 +201,6 @@ class ResidualPolarTransport(Optimizer):
     def _update(self) -> None:
         """The step without its closure: refuse, agree, compute and write stack by stack, conclude."""
         stacks, groups = self._stacks, self.param_groups
-        if self._groups.look(groups):
-            stacks.settled = False
         try:
             live, kinds = stacks.live(self)
         except RuntimeError as error:

@@ -87,23 +87,43 @@ def without_nonfinite(optimizer: Any, agreed: Agreement) -> Agreement:
     bad = [entry for entry, good in zip(agreed.live, finite, strict=True) if not good]
     if not bad:  # only the sum of the peaks is infinite
         return agreed
-    names = ", ".join(optimizer._name(p) for _, p, _ in bad[:3]) + (", …" if len(bad) > 3 else "")
     if any(optimizer.param_groups[g]["nonfinite"] == "raise" for g, *_ in bad):
         raise RuntimeError(
-            f"non-finite gradient in {names}; nothing was updated. Lower the learning rate, clip "
-            'gradients, use a GradScaler with float16, or pass nonfinite="skip"'
+            f"non-finite gradient in {_listed(optimizer, bad)}; nothing was updated. Lower the "
+            'learning rate, clip gradients, use a GradScaler with float16, or pass nonfinite="skip"'
         )
     for _, parameter, _ in bad:
         record = optimizer.state[parameter]
         record["skipped"] = record.get("skipped", 0)
         record["skipped"] += 1  # in place where it is part of a stack
-    optimizer._warn_once(
-        "nonfinite",
-        f"skipped non-finite gradients in {names}; telemetry() counts them from here on",
-    )
+    warn_of_nonfinite(optimizer, bad)
     return agreed._replace(
         live=list(compress(agreed.live, finite)), peaks=list(compress(agreed.peaks, finite))
     )
+
+
+def warn_of_nonfinite(optimizer: Any, bad: Sequence[Live]) -> None:
+    """Say, once, which parameters were left out."""
+    optimizer._warn_once(
+        "nonfinite",
+        f"skipped non-finite gradients in {_listed(optimizer, bad)}; telemetry() counts them from here on",
+    )
+
+
+def _listed(optimizer: Any, bad: Sequence[Live]) -> str:
+    return ", ".join(optimizer._name(p) for _, p, _ in bad[:3]) + (", …" if len(bad) > 3 else "")
+
+
+def warn_of_failed_roots(optimizer: Any, tried: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Say so, once, of (parameter, whether its root failed)."""
+    # Decompositions wait for the device anyway: whether one failed is known on the host by now.
+    failed = None if "roots" in optimizer._warned else next((p for p, bad in tried if bad), None)
+    if failed is not None:
+        optimizer._warn_once(
+            "roots",
+            f"no root could be computed for {optimizer._name(failed)}, also in float64: it keeps "
+            "its previous root; telemetry() counts such failures from here on",
+        )
 
 
 def interrupted(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .manifold import manifold_of
 from .ownership import Agreement, Live, Outcome, Ownership, unreadable
-from .refusals import interrupted, refuse_parameter, refuse_sparse
+from .refusals import interrupted, refuse_parameter, refuse_sparse, warn_of_failed_roots
 from .step import advance, deliver
 from .store.registry import StackRegistry
 from .work import Work, plan
@@ -42,7 +42,13 @@ class Stacks:
         """(group index, parameter, gradient) of all that take part, and the kinds of their devices.
 
         Notices whatever moved since places were chosen; refuses what cannot be updated.
+
+        Raises:
+            ValueError, TypeError: an option assigned to a group that is out of range.
+            RuntimeError: a sparse gradient, or a parameter of a kind that no step can update.
         """
+        if optimizer._groups.look(optimizer.param_groups):
+            self.settled = False
         live: list[Live] = []
         kinds = set()
         known, state, strided = self.registry.known, optimizer.state, torch.strided
@@ -107,7 +113,7 @@ class Stacks:
                     id(p): peak for (_, p, _), peak in zip(agreed.live, peaks, strict=True)
                 }
                 peaks = [peak_of[id(p)] for _, p, _ in portion]
-            works = self._plan(optimizer, portion, recorded)
+            works = self.planned(optimizer, portion, recorded)
             # A host read costs nothing on a CPU: there each stack is finished before the next one
             # starts, and its intermediates are freed. On a device all share one synchronisation.
             here = {work.stack.on_host for work in works}
@@ -127,17 +133,11 @@ class Stacks:
                     broken = [p for w in batch if id(w) not in finished for p in w.parameters]
                     updated = [p for w in done for p in w.parameters]
                     raise interrupted(error, broken, updated, optimizer._name) from error
-        # Decompositions wait for the device anyway: whether one failed is known on the host by now.
-        failed = next((parameter for parameter, bad in tried if bad), None)
-        if failed is not None:
-            optimizer._warn_once(
-                "roots",
-                f"no root could be computed for {optimizer._name(failed)}, also in float64: it keeps "
-                "its previous root; telemetry() counts such failures from here on",
-            )
+        if tried:
+            warn_of_failed_roots(optimizer, tried)
         return ranks.finish(outcomes)
 
-    def _plan(self, optimizer: Any, portion: list[Live], recorded: bool) -> list[Work]:
+    def planned(self, optimizer: Any, portion: list[Live], recorded: bool) -> list[Work]:
         """How to step some parameters; the same as last time while nothing moved."""
         groups, key = optimizer.param_groups, (recorded, *map(id, map(itemgetter(1), portion)))
         works = self.plans.get(key)
