@@ -13,6 +13,8 @@ from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import Committed, ObservationStage
 
+from .ownership import Outcome
+
 NOTHING = Committed({}, None, {})
 
 
@@ -70,8 +72,12 @@ class Observing:
         self.anything = self.attachment is not None
         return self.stage.commit()
 
-    def end_step(self, coherence: Mapping[Tensor, Tensor]) -> None:
+    def end_step(self, peaks: Sequence[float], outcomes: Sequence[Outcome]) -> None:
         """Advance the cadence; say so, once, where a copy or a loaded run has lost its model."""
+        # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
+        # led to: nothing was to be observed.
+        if peaks and not any(peaks):
+            return
         if self.attachment is not None and self.attachment.lost:
             self.detach()
             self.bereft = True
@@ -83,7 +89,9 @@ class Observing:
                 "or remove_observers() if that is meant; until then polar weights stay as they are"
             )
         elif self.attachment is not None:
-            self.attachment.after_step(coherence)
+            self.attachment.after_step(
+                {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
+            )
 
     def note_ages(self, state: Mapping[Tensor, Any]) -> None:
         """Write the cadence into the state, so that a resumed run measures when this would."""

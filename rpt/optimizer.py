@@ -234,13 +234,8 @@ class ResidualPolarTransport(Optimizer):
         for g, parameter, gradient in curved:
             step_on_manifold(parameter, gradient, self.state[parameter], groups[g])
         move_gains(groups, outcomes, recorded)
-        # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
-        # led to: nothing was to be observed.
-        made_up = bool(agreed.peaks) and not any(agreed.peaks)
-        if (observing.attachment is not None or observing.bereft) and not made_up:
-            observing.end_step(
-                {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
-            )
+        if observing.attachment is not None or observing.bereft:
+            observing.end_step(agreed.peaks, outcomes)
 
     def _ranks(self) -> Ownership:
         """Who owns what; decided when it is first needed, because then all parameters are known."""

@@ -143,17 +143,14 @@ def _teams(
     if shards:
         from .dtensor import Sharded, mesh_group, mesh_ranks
 
-        by_ranks: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
-        meshes: dict[tuple[int, ...], Any] = {}
+        by_ranks: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
         for g, parameter in shards:
-            mesh = parameter.device_mesh  # type: ignore[attr-defined]
-            key = tuple(sorted(mesh_ranks(mesh)))
+            key = tuple(sorted(mesh_ranks(parameter.device_mesh)))  # type: ignore[attr-defined]
             by_ranks.setdefault(key, []).append((g, parameter))
-            meshes.setdefault(key, mesh)
-        for key, members in by_ranks.items():
-            group = mesh_group(meshes[key])
+        for members in by_ranks.values():
+            group = mesh_group(members[0][1].device_mesh)
             ranks = dist.get_process_group_ranks(group)
-            teams.append(([(g, Sharded(p, ranks)) for g, p in members], group))  # type: ignore[arg-type]
+            teams.append(([(g, Sharded(p, ranks)) for g, p in members], group))
     return teams
 
 
