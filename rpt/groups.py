@@ -57,11 +57,11 @@ class Groups:
         """
         where = f"parameter group {len(others)}"
         refuse_adamw_keywords(group)
-        for key in group:
-            close = get_close_matches(str(key), [*NAMES, "preset"], n=1, cutoff=0.8)
-            if close and key not in NAMES and key not in _OTHERS:
+        unknown = [str(key) for key in group if key not in NAMES and key not in _OTHERS]
+        for key in unknown:  # others are the caller's own
+            for close in get_close_matches(key, [*NAMES, "preset"], n=1, cutoff=0.8):
                 warn(
-                    f"{where} has no option {key!r}, and it has no effect: did you mean {close[0]!r}?"
+                    f"{where} has no option {key!r}, and it has no effect: did you mean {close!r}?"
                 )
         fill(group, defaults)
         group |= self.validated(group, where)
