@@ -1,29 +1,26 @@
-"""W <- decay · W - rate · u: how an update reaches a weight, and how the weight is rounded.
-
-`SingleProcess` is what the optimizer asks where there are no ranks: everything is here.
-"""
+"""W <- decay · W - rate · u: how an update reaches a weight, and how the weight is rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .ownership import Agreement, Live, Outcome, StepSize
 
-if TYPE_CHECKING:
-    from rpt.observers.staging import Committed
+class StepSize(NamedTuple):
+    """How an update reaches a weight: W <- decay · W - rate · u, then rounding to the weight's dtype.
 
-__all__ = [
-    "SingleProcess",
-    "apply_updates",
-    "largest_entries",
-    "round_into",
-    "step_size",
-    "weight_norms",
-]
+    Attributes:
+        decay: 1 - lr·g·weight_decay: one for all, or a list of 0-d tensors, one for each.
+        rate: lr·g.
+        rounding: "nearest" or "stochastic".
+    """
+
+    decay: float | Tensor | list[Tensor]
+    rate: float | Tensor
+    rounding: str
 
 
 # Of so many entries copies cost less than calls.
@@ -132,46 +129,3 @@ def _dither(value: Tensor, update: Tensor) -> Tensor:
     rounded = ((bits + noise) & -65536).view(torch.float32)
     # Next to the largest number a carry would make an infinity, and in a NaN another number.
     return torch.where(value.abs() < 3.3e38, rounded, value)
-
-
-class SingleProcess:
-    """Everything is here."""
-
-    def agree(self, live: list[Live], observed: Committed) -> Agreement:
-        gradients = [gradient for *_, gradient in live]
-        # One host synchronisation: which parameters take part is the host's decision.
-        return Agreement(live, largest_entries(gradients).tolist(), observed)
-
-    def refuse(self, error: Exception) -> None:
-        pass
-
-    def owns(self, parameter: Tensor) -> bool:
-        return True
-
-    def portions(self, live: list[Live]) -> Iterable[list[Live]]:
-        return [live]
-
-    def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
-        return weight_norms(parameters)
-
-    def deliver(
-        self,
-        parameters: Sequence[Tensor],
-        updates: Sequence[Tensor],
-        size: StepSize,
-        compared: Tensor,
-        refreshed: Sequence[int],
-    ) -> None:
-        apply_updates(parameters, updates, size)
-
-    def fail(self, error: Exception) -> None:
-        pass
-
-    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        return outcomes
-
-    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
-        return state
-
-    def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
-        pass

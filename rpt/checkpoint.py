@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -12,9 +12,36 @@ from torch.optim import Optimizer
 
 from rpt.observers.caller import warn
 
-__all__ = ["canonical_name", "check_loadable", "matched_by_name", "restore_dtypes"]
+from .groups import fill
+from .store.layout import compute_dtype
+from .store.schema import counted, holds_state
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def load(
+    optimizer: Any, saved: dict[str, Any], torch_load: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load a state into a `ResidualPolarTransport`, by torch's own `load_state_dict`."""
+    saved = matched_by_name(optimizer, saved)
+    check_loadable(optimizer, saved)
+    for group in saved["param_groups"]:
+        optimizer._groups.backend(group.get("roots", "auto"))
+    seen: dict[str, Any] = {}
+    # Registered last, so that it sees what the user's own hooks made of the state.
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, final: seen.update(final))
+    try:
+        torch_load(saved)
+    finally:
+        handle.remove()
+    restore_dtypes(optimizer, seen)
+    for group in optimizer.param_groups:
+        fill(group, optimizer.defaults)
+    if optimizer.state:
+        optimizer._ranks().adopt_state(optimizer.state)
+    for parameter, record in optimizer.state.items():
+        if holds_state(record):
+            record |= counted(record, compute_dtype(parameter))
 
 
 def canonical_name(name: str) -> str:

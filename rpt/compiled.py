@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from .apply import SingleProcess
 from .observing import NOTHING
 from .options import NAMES
-from .ownership import Agreement, Live
+from .ownership import Agreement, Live, Ownership
+from .refusals import warn_of_failed_roots, warn_of_nonfinite
 from .roots.kronecker import KroneckerRoots
 from .roots.packed import lower, traced_places
 from .rule.scalars import numbers_of
@@ -32,8 +32,6 @@ from .work import Work
 
 if TYPE_CHECKING:
     from .optimizer import ResidualPolarTransport
-
-__all__ = ["Compiled"]
 
 _numbers = itertools.count()
 _traced: WeakValueDictionary[str, Traced] = WeakValueDictionary()
@@ -128,20 +126,22 @@ class Compiled:
         """
         optimizer = self._optimizer()
         assert optimizer is not None
+        stacks = optimizer._stacks
         try:
-            optimizer._look_at_groups()
-            live, _ = optimizer._live_gradients()
+            live, _ = stacks.live(optimizer)
         except (RuntimeError, TypeError, ValueError):
             return ""
         ranks = optimizer._ranks()
-        if not live or optimizer._blind or type(ranks) is not SingleProcess:
+        if not live or stacks.blind or type(ranks) is not Ownership:
             return ""
         for group in optimizer.param_groups:
             by_drift = group["root_drift_threshold"] is not None
             if by_drift or group["gain_rate"] or group["nonfinite"] == "raise":
                 return ""
-        agreed, curved = optimizer._settle(Agreement(live, [0.0] * len(live), NOTHING), ranks)
-        works = [] if curved else optimizer._plan(agreed.live, True)
+        agreed, curved = stacks.settle(
+            optimizer, Agreement(live, [0.0] * len(live), NOTHING), ranks
+        )
+        works = [] if curved else stacks.planned(optimizer, agreed.live, True)
         if not works or any(not _traceable(work) for work in works):
             return ""
         if len({tensor.device for work in works for tensor in work.stack.whole()}) > 1:
@@ -185,7 +185,7 @@ def _take(
     rates: Tensor,
 ) -> None:
     """A recorded step, whose roots are refreshed in the middle of it by the host."""
-    ownership, works = SingleProcess(), []
+    ownership, works = Ownership(), []
     for work in traced.works:
         count = len(work.stack.whole())
         stack, tensors = work.stack.on(tensors[:count]), tensors[count:]
@@ -273,13 +273,13 @@ def _host(
     assert optimizer is not None
     for g, group in enumerate(traced.groups):
         if type(group["lr"]) is not float or not 0.0 <= group["lr"] < math.inf:
-            optimizer._look_at_groups()  # raises, or makes a number of it
+            optimizer._groups.look(traced.groups)  # raises, or makes a number of it
         rates[g] = group["lr"]
     for work, each in zip(traced.works, finite, strict=True):
         if not each.all():
             owners = [s.parameter for s in work.seats for _ in range(s.form.pieces)]
             bad = [p for p, good in zip(owners, each[:, 0].tolist(), strict=True) if not good]
-            optimizer._warn_of_nonfinite(bad)
+            warn_of_nonfinite(optimizer, bad)
     rest = iter(statistics), iter(roots)
     with_roots = [work for work in traced.works if work.stack.backend is not None]
     for k, work in enumerate(with_roots):
@@ -308,7 +308,7 @@ def _host(
         )
         failed = refresh(rows, facts, work.rule)
         tried = replace(work, facts=facts, failed=failed, due=now.numpy()).tried()
-        optimizer._warn_of_failed_roots(tried)
+        warn_of_failed_roots(optimizer, tried)
 
 
 torch.library.define(

@@ -7,15 +7,12 @@ returns the new point and its moments; `rpt.geometry.lorentz` provides one for L
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["CarriesAdamW", "manifold_of", "step_on_manifold"]
 
-
-@runtime_checkable
 class CarriesAdamW(Protocol):
     """What a parameter's `manifold` must offer: AdamW in its own geometry."""
 
@@ -35,15 +32,11 @@ class CarriesAdamW(Protocol):
         """The new point and moments; pure. Points lie along the last dimension.
 
         Args:
-            point: (…, d).
-            gradient: (…, d), what autograd left.
+            point, gradient: (…, d), the gradient as autograd left it.
             exp_avg: (…, d), first moment, a tangent vector at the point.
             exp_avg_sq: (…), second moment, one number per point.
             step: 1, 2, …
-            lr: learning rate.
-            betas: decay rates of the moments.
-            eps: floor of the root of the second moment, above zero.
-            weight_decay: decoupled.
+            lr, betas, eps, weight_decay: as AdamW's; eps above zero, the decay decoupled.
         """
         ...
 
@@ -75,7 +68,7 @@ def step_on_manifold(
         record["exp_avg_sq"] = torch.zeros_like(parameter.select(-1, 0))
     held = (parameter, record["exp_avg"], record["exp_avg_sq"])
     points, means, squares = (t.to_local() if hasattr(t, "to_local") else t for t in held)
-    new_points, new_means, new_squares = manifold.adamw_update(
+    updated = manifold.adamw_update(
         points,
         -gradient if group.get("maximize") else gradient,
         means,
@@ -87,7 +80,6 @@ def step_on_manifold(
         eps=group["eps"] or 1e-8,
         weight_decay=group["weight_decay"],
     )
-    points.copy_(new_points)
-    means.copy_(new_means)
-    squares.copy_(new_squares)
+    for old, new in zip((points, means, squares), updated, strict=True):
+        old.copy_(new)
     record["step"] += 1

@@ -13,7 +13,7 @@ from rpt.observers.explicit import ExplicitObserver
 from rpt.observers.rank import ObserverSettings
 from rpt.observers.staging import Committed, ObservationStage
 
-__all__ = ["NOTHING", "Observing"]
+from .ownership import Outcome
 
 NOTHING = Committed({}, None, {})
 
@@ -22,14 +22,8 @@ class Observing:
     """A stage of observations, and perhaps an attached model.
 
     Attributes:
-        stage: where observations wait.
-        attachment: the model under observation.
         anything: whether anything may be staged.
         bereft: whether the run that this one continues had a model to observe.
-
-    Args:
-        settings: of observations.
-        attachment: the copied model's, in a copy.
     """
 
     def __init__(self, settings: ObserverSettings, attachment: Attachment | None = None) -> None:
@@ -47,37 +41,43 @@ class Observing:
         return [name for name, *_ in self.attachment.sites]
 
     def detach(self) -> None:
-        """Leave the model; what is staged stays."""
         self.bereft = False
         if self.attachment is not None:
             self.attachment.detach()
             self.attachment = None
 
+    def remove(self, state: Mapping[Tensor, Any]) -> None:
+        """Leave the model for good: nothing is expected of it after a resumption."""
+        self.detach()
+        for record in state.values():
+            if "observation_age" in record:
+                record["observation_age"] = 0
+
     def measure(self, activations: Tensor, residuals: Tensor, chosen: list[Any] | None) -> Tensor:
-        """Queue one observation by hand; its rank."""
         self.anything = True
         return ExplicitObserver(self.stage).observe(activations, residuals, chosen)
 
     def queue(self, rank: float | Tensor, chosen: list[Any] | None) -> None:
-        """Queue a known rank."""
         self.anything = True
         for parameter in chosen or [None]:
             self.stage.add_rank(rank, parameter)
 
     def clear(self) -> None:
-        """Drop everything observed since the last step."""
         self.stage.clear()
         if self.attachment is not None:
             self.attachment.clear()
 
     def commit(self) -> Committed:
-        """What was observed since the last step."""
         # What is staged by hand outlives its observer.
         self.anything = self.attachment is not None
         return self.stage.commit()
 
-    def end_step(self, coherence: Mapping[Tensor, Tensor]) -> None:
+    def end_step(self, peaks: Sequence[float], outcomes: Sequence[Outcome]) -> None:
         """Advance the cadence; say so, once, where a copy or a loaded run has lost its model."""
+        # Distributed checkpoints make the state's keys by a step on zero gradients, which no forward
+        # led to: nothing was to be observed.
+        if peaks and not any(peaks):
+            return
         if self.attachment is not None and self.attachment.lost:
             self.detach()
             self.bereft = True
@@ -89,7 +89,9 @@ class Observing:
                 "or remove_observers() if that is meant; until then polar weights stay as they are"
             )
         elif self.attachment is not None:
-            self.attachment.after_step(coherence)
+            self.attachment.after_step(
+                {p: q for o in outcomes for p, q in zip(o.parameters, o.coherence, strict=True)}
+            )
 
     def note_ages(self, state: Mapping[Tensor, Any]) -> None:
         """Write the cadence into the state, so that a resumed run measures when this would."""

@@ -8,39 +8,15 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rpt.observers.caller import warn
-
 from .roots import RootBackend, resolve_roots
 from .rule.polar import polar_schedule
-from .rule.update import Rule
-
-__all__ = [
-    "DEFAULTS",
-    "NAMES",
-    "OBSERVE_EVERY",
-    "OPTIONS",
-    "Nonfinite",
-    "ObserverNull",
-    "PolarDtype",
-    "PolarSchedule",
-    "Preset",
-    "Rounding",
-    "complete_group",
-    "group_rule",
-    "options_text",
-    "preset_options",
-    "refuse_adamw_keywords",
-    "validated",
-]
 
 Preset = Literal["drop_in", "paper"]
 PolarSchedule = Literal["tight", "quintic"]
@@ -53,16 +29,8 @@ ObserverNull = Literal["none", "shuffle", "analytic"]
 Check = Callable[[str, Any], Any]
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of a parameter group.
-
-    Attributes:
-        name: as keyword and as key of the group.
-        drop_in, paper: its value in either preset.
-        check: what a value must be.
-        says: what it does.
-    """
+class Option(NamedTuple):
+    """One option of a parameter group: its value in either preset, what a value must be, what it does."""
 
     name: str
     drop_in: Any
@@ -102,9 +70,8 @@ def _number(
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name}={value!r} must be a number")
-        if not ((low < value if above else low <= value) and (value < high or closed)) or (
-            closed and value > high
-        ):
+        inside = low < value if above else low <= value
+        if not (inside and (value <= high if closed else value < high)):
             bounds = f"{'above' if above else 'at least'} {low:g}"
             limit = f"at most {high:g}" if closed else f"below {high:g}"
             raise ValueError(
@@ -254,24 +221,11 @@ OPTIONS: tuple[Option, ...] = (
 # fmt: on
 
 NAMES = tuple(option.name for option in OPTIONS)
-_BY_NAME = {option.name: option for option in OPTIONS}
 
 # Steps from one observation to the next where `attach_model` is not told. The published rule measures
 # in every one; in every fourth costs a quarter (examples/bench/observers.py: 2 % of forward and
 # backward instead of 7 %) and leaves the polar weights within 0.03 of those of every step.
 OBSERVE_EVERY = {"drop_in": 4, "paper": 1}
-
-# What a group may hold beside options: torch's own entries, and the state of the gain.
-_OTHERS = (
-    "params",
-    "param_names",
-    "preset",
-    "gain",
-    "foreach",
-    "fused",
-    "differentiable",
-    "amsgrad",
-)
 
 
 class _Default:
@@ -332,42 +286,6 @@ def options_text() -> str:
     return "\n".join(lines)
 
 
-# -- groups ----------------------------------------------------------------------------------------
-
-
-def refuse_adamw_keywords(keywords: Mapping[str, Any]) -> None:
-    """Accept, warn about or refuse those keywords of `torch.optim.AdamW` that choose an implementation.
-
-    Raises:
-        ValueError: a keyword that asks for what RPT cannot do, with the remedy.
-    """
-    if keywords.get("amsgrad"):
-        raise ValueError("amsgrad=True: RPT has no running maximum; leave amsgrad out")
-    if keywords.get("differentiable"):
-        raise ValueError("differentiable=True: RPT's step is not differentiable; leave it out")
-    for name in ("foreach", "fused"):
-        if keywords.get(name):
-            warn(f"{name}=True has no effect: RPT always updates parameters in batches")
-
-
-def complete_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Fill a group's missing options in place: its own preset if it names one, else the defaults."""
-    base = preset_options(group["preset"]) if "preset" in group else defaults
-    for name in NAMES:
-        group.setdefault(name, base[name])
-
-
-def warn_of_misspelt_keys(group: Mapping[str, Any], where: str) -> None:
-    """Say which keys of a group are no options but nearly are; others are the caller's own."""
-    for key in group:
-        if key not in _BY_NAME and key not in _OTHERS:
-            close = get_close_matches(str(key), [*NAMES, "preset"], n=1, cutoff=0.8)
-            if close:
-                warn(
-                    f"{where} has no option {key!r}, and it has no effect: did you mean {close[0]!r}?"
-                )
-
-
 def validated(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Every option checked, as plain values: numbers of other libraries become Python's.
 
@@ -383,72 +301,3 @@ def validated(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return plain
-
-
-def refuse_uncapturable(options: Mapping[str, Any], backend: RootBackend, where: str) -> None:
-    """Refuse what a step without host decisions cannot do.
-
-    Raises:
-        ValueError: naming the option and the remedy.
-    """
-    if not options["capturable"]:
-        return
-    if options["root_drift_threshold"] is not None:
-        raise ValueError(
-            f"{where}: capturable=True leaves no drift to be judged on the host; pass "
-            "root_drift_threshold=None (preset='paper' has a threshold), or leave capturable out"
-        )
-    if options["nonfinite"] == "raise":
-        raise ValueError(
-            f"{where}: capturable=True cannot raise for a value that only the device knows; pass "
-            'nonfinite="skip", which leaves the parameter alone and counts it in telemetry()'
-        )
-    if not backend.capturable:
-        raise ValueError(
-            f"{where}: capturable=True needs roots made of matrix products, and {options['roots']!r} "
-            'decomposes; pass roots="auto", "full", "blocked" or "none"'
-        )
-
-
-def agree_on_capturable(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse groups that differ in it.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    if len({bool(group["capturable"]) for group in groups}) > 1:
-        raise ValueError(
-            "parameter groups differ in capturable: one step serves all groups; give all the same, or "
-            "use two optimizers"
-        )
-
-
-def group_rule(group: Mapping[str, Any]) -> Rule:
-    """The numbers of a group, validated, as the update rule takes them."""
-    beta1, beta2 = group["betas"]
-    release = group["polar_release_beta"]
-    return Rule(
-        beta1=beta1,
-        beta2=beta2,
-        polar_release_beta=group["polar_beta"] if release is None else release,
-        polar_schedule=polar_schedule(group["polar_schedule"], group["polar_steps"]),
-        **{name: group[name] for name in _RULE},
-    )
-
-
-_RULE = (
-    "eps",
-    "matrix_ridge",
-    "polar_prior",
-    "polar_beta",
-    "polar_dtype",
-    "transport_eps",
-    "root_drift_threshold",
-    "max_root_staleness",
-    "update_rms",
-    "signal_length",
-    "max_relative_step",
-    "transport",
-    "closure",
-    "maximize",
-)

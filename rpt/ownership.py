@@ -1,40 +1,24 @@
-"""The seam to ranks: which parameters are mine, the whole gradient in, the update out.
-
-The optimizer knows nothing of ranks. It asks one object, and the object of a single process does
-nothing but hand tensors through.
-"""
+"""The seam to ranks: which parameters are mine, the whole gradient in, the update out."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .apply import StepSize, apply_updates, largest_entries, weight_norms
+from .store.layout import is_fake
+
 if TYPE_CHECKING:
     from rpt.observers.staging import Committed
-
-__all__ = [
-    "MODES",
-    "Agreement",
-    "Live",
-    "Outcome",
-    "Ownership",
-    "OwnershipMode",
-    "StepSize",
-    "choose_ownership",
-    "is_sharded",
-    "unreadable",
-]
 
 # (group index, parameter, gradient)
 Live = tuple[int, Tensor, Tensor]
 
 OwnershipMode = Literal["auto", "owner", "replicated", "local"]
-MODES = get_args(OwnershipMode)
 
 
 class Agreement(NamedTuple):
@@ -55,8 +39,6 @@ class Outcome(NamedTuple):
     """Parameters of one group after their step.
 
     Attributes:
-        group: index of the parameter group.
-        parameters: those that took part.
         coherence: their q, (k,).
         compared: where q compares two frames, bool (k,).
     """
@@ -67,43 +49,32 @@ class Outcome(NamedTuple):
     compared: Tensor
 
 
-class StepSize(NamedTuple):
-    """How an update reaches a weight: W <- decay · W - rate · u, then rounding to the weight's dtype.
+class Ownership:
+    """What the optimizer asks about parameters and ranks, in this order; here of a single process.
 
-    Attributes:
-        decay: 1 - lr·g·weight_decay: one for all, or a list of 0-d tensors, one for each.
-        rate: lr·g.
-        rounding: "nearest" or "stochastic".
+    `rpt.distributed` has the answers of several ranks.
     """
 
-    decay: float | Tensor | list[Tensor]
-    rate: float | Tensor
-    rounding: str
-
-
-@runtime_checkable
-class Ownership(Protocol):
-    """What the optimizer asks about parameters and ranks, in the order in which it asks."""
-
     def agree(self, live: list[Live], observed: Committed) -> Agreement:
-        """Begin a step: from this rank's gradients and observations."""
-        ...
+        """Begin a step, from this rank's gradients and observations."""
+        gradients = [gradient for *_, gradient in live]
+        # One host synchronisation: which parameters take part is the host's decision.
+        return Agreement(live, largest_entries(gradients).tolist(), observed)
 
     def refuse(self, error: Exception) -> None:
         """Instead of `agree`: this rank cannot take the step; let the others know."""
-        ...
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether its state lives here and its update is computed here."""
-        ...
+        return True
 
     def portions(self, live: list[Live]) -> Iterable[list[Live]]:
         """What to compute here, part by part, with gradients of whole parameters, plain tensors."""
-        ...
+        return [live]
 
     def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
         """‖W‖ of whole parameters that are being computed here, (k,)."""
-        ...
+        return weight_norms(parameters)
 
     def deliver(
         self,
@@ -122,37 +93,46 @@ class Ownership(Protocol):
             compared: which frames were compared with an earlier one, bool (k,).
             refreshed: which ones' roots were made anew.
         """
-        ...
+        apply_updates(parameters, updates, size)
 
     def fail(self, error: Exception) -> None:
         """A part could not be computed: leave no other rank waiting."""
-        ...
 
     def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
         """End the step; returns the outcomes of all ranks' parameters."""
-        ...
+        return outcomes
 
     def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
         """The state of all parameters, for a checkpoint."""
-        ...
+        return state
 
     def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
         """After loading: keep in `state` what belongs here."""
-        ...
+
+
+def check_mode(mode: OwnershipMode | Ownership) -> OwnershipMode | Ownership:
+    """The optimizer's `ownership` option, if it is one.
+
+    Raises:
+        ValueError: no such mode.
+    """
+    modes = get_args(OwnershipMode)
+    if isinstance(mode, str) and mode not in modes:
+        raise ValueError(
+            f"ownership={mode!r} is unknown: choose one of {', '.join(map(repr, modes))}"
+        )
+    return mode
 
 
 def choose_ownership(
-    mode: OwnershipMode | Ownership, optimizer: Optimizer, previous: Ownership | None = None
-) -> Ownership | None:
-    """The object for a mode of `MODES`; `rpt.distributed` says what each does on several ranks.
+    mode: OwnershipMode | Ownership, optimizer: Optimizer, previous: Ownership | None
+) -> Ownership:
+    """The object for a mode; `rpt.distributed` says what each does on several ranks.
 
     Args:
         mode: the optimizer's `ownership` option.
         optimizer: whose parameters are shared; its groups and state are read anew in every step.
         previous: what was chosen before parameters were added: they keep their owners.
-
-    Returns:
-        None where this process is alone with its parameters.
     """
     if not isinstance(mode, str):
         return mode
@@ -163,7 +143,7 @@ def choose_ownership(
         and torch.distributed.get_world_size() > 1
     )
     if not sharded and (mode == "local" or not several):
-        return None
+        return Ownership()
     # Imported here so that a single process never loads it.
     from .distributed import distribute
 
@@ -177,7 +157,4 @@ def is_sharded(parameter: Tensor) -> bool:
 
 def unreadable(parameter: Tensor) -> bool:
     """Whether its entries have no values: a meta tensor, or a fake one of a tracer."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return parameter.device.type == "meta" or (
-        fakes is not None and isinstance(parameter, fakes.FakeTensor)
-    )
+    return parameter.device.type == "meta" or is_fake(parameter)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
 
 from .manifold import manifold_of
-from .ownership import Live, unreadable
-
-__all__ = ["interrupted", "refuse_in_a_graph", "refuse_parameter", "refuse_sparse"]
+from .ownership import Agreement, Live, Ownership, unreadable
 
 Name = Callable[[Tensor], str]
 
@@ -42,21 +42,10 @@ def refuse_parameter(parameter: Tensor, name: Name) -> None:
 
 
 def refuse_in_a_graph(
-    live: Sequence[Live],
-    groups: Sequence[dict[str, Any]],
-    *,
-    alone: bool,
-    attached: bool,
+    live: Sequence[Live], groups: Sequence[dict[str, Any]], ranks: Ownership, attached: bool
 ) -> None:
-    """Raises for what `capturable=True` cannot do.
-
-    Args:
-        live: what takes part.
-        groups: the parameter groups.
-        alone: whether a single process keeps all.
-        attached: whether a model is observed while a graph is recorded.
-    """
-    if not alone:
+    """Raises for what `capturable=True` cannot do; `attached` to a model while a graph is recorded, too."""
+    if type(ranks) is not Ownership:
         raise RuntimeError(
             "capturable=True works in a single process: ranks that share the work agree on the host. "
             'Leave capturable out, or pass ownership="local" if every rank trains on its own'
@@ -77,6 +66,64 @@ def refuse_in_a_graph(
         raise RuntimeError(
             "an attached model measures ranks by decomposition, which a CUDA graph cannot record: call "
             "remove_observers() before recording; polar weights keep their values"
+        )
+
+
+def warn_of_a_flat_parameter(optimizer: Any) -> None:
+    """Say so, once, where one long vector is all there is."""
+    every = [p for p in optimizer._all() if p.numel()]
+    if len(every) == 1 and every[0].ndim == 1 and every[0].numel() >= 1024:
+        optimizer._warn_once(
+            "flat",
+            f"the only parameter is flat, {optimizer._name(every[0])}: RPT works on matrices, and steps "
+            "it as one vector. If a wrapper flattened a model, keep its parameters "
+            "(use_orig_params=True in FSDP1, or fully_shard)",
+        )
+
+
+def without_nonfinite(optimizer: Any, agreed: Agreement) -> Agreement:
+    """Leave out parameters whose gradient is not finite, or raise, as their group says."""
+    finite = [math.isfinite(peak) for peak in agreed.peaks]
+    bad = [p for (_, p, _), good in zip(agreed.live, finite, strict=True) if not good]
+    if not bad:  # only the sum of the peaks is infinite
+        return agreed
+    groups = {g for (g, *_), good in zip(agreed.live, finite, strict=True) if not good}
+    if any(optimizer.param_groups[g]["nonfinite"] == "raise" for g in groups):
+        raise RuntimeError(
+            f"non-finite gradient in {_listed(optimizer, bad)}; nothing was updated. Lower the "
+            'learning rate, clip gradients, use a GradScaler with float16, or pass nonfinite="skip"'
+        )
+    for parameter in bad:
+        record = optimizer.state[parameter]
+        record["skipped"] = record.get("skipped", 0)
+        record["skipped"] += 1  # in place where it is part of a stack
+    warn_of_nonfinite(optimizer, bad)
+    return agreed._replace(
+        live=list(compress(agreed.live, finite)), peaks=list(compress(agreed.peaks, finite))
+    )
+
+
+def warn_of_nonfinite(optimizer: Any, bad: Sequence[Tensor]) -> None:
+    """Say, once, which parameters were left out."""
+    optimizer._warn_once(
+        "nonfinite",
+        f"skipped non-finite gradients in {_listed(optimizer, bad)}; telemetry() counts them from here on",
+    )
+
+
+def _listed(optimizer: Any, bad: Sequence[Tensor]) -> str:
+    return ", ".join(map(optimizer._name, bad[:3])) + (", …" if len(bad) > 3 else "")
+
+
+def warn_of_failed_roots(optimizer: Any, tried: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Say so, once, of (parameter, whether its root failed)."""
+    # Decompositions wait for the device anyway: whether one failed is known on the host by now.
+    failed = None if "roots" in optimizer._warned else next((p for p, bad in tried if bad), None)
+    if failed is not None:
+        optimizer._warn_once(
+            "roots",
+            f"no root could be computed for {optimizer._name(failed)}, also in float64: it keeps "
+            "its previous root; telemetry() counts such failures from here on",
         )
 
 

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .apply import largest_entries, step_size, weight_norms
-from .ownership import Live, Outcome, Ownership, StepSize
+from .apply import StepSize, largest_entries, step_size, weight_norms
+from .ownership import Live, Outcome, Ownership
 from .rule.length import next_gain, relative_limit
 from .rule.scalars import Scalars, numbers_of
 from .rule.schedule import OUTGROWN, divisor, most_overdue, next_unit, overdue
 from .rule.update import Facts, drift, measure, take_step, update_polar_weight
 from .store.schema import METRIC, WHO
 from .work import Work
-
-__all__ = ["advance", "begin", "deliver", "group_gain", "limits"]
 
 
 def advance(
@@ -367,20 +365,27 @@ def _keep_what_is_not_finite(work: Work, finite: Tensor) -> None:
     work.counts["skipped"] += ~finite
 
 
-def group_gain(group: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Tensor:
-    """The group's gain after a step: it moves with the mean coherence of what could be compared."""
-    gain: Tensor = group["gain"]
-    if not outcomes:
-        return gain
-    compared = torch.cat([o.compared.to(gain) for o in outcomes])
-    coherence = torch.cat([o.coherence.to(gain) for o in outcomes])
-    count = compared.sum()
-    moved = next_gain(
-        gain,
-        (coherence * compared).sum() / count.clamp_min(1),
-        rate=group["gain_rate"],
-        target=group["target_coherence"],
-        low=group["min_gain"],
-        high=group["max_gain"],
-    )
-    return torch.where(count > 0, moved, gain)
+def move_gains(
+    groups: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], recorded: bool
+) -> None:
+    """After a step each group's gain moves with the mean coherence of what could be compared."""
+    for g, group in enumerate(groups):
+        mine = [o for o in outcomes if o.group == g] if group["gain_rate"] else []
+        if not mine or (recorded and not group["capturable"]):
+            continue
+        # Where the coherences are: elsewhere the host would wait for them.
+        gain: Tensor = group["gain"].to(mine[0].coherence.device)
+        compared = torch.cat([o.compared.to(gain) for o in mine])
+        coherence = torch.cat([o.coherence.to(gain) for o in mine])
+        count = compared.sum()
+        moved = next_gain(
+            gain,
+            (coherence * compared).sum() / count.clamp_min(1),
+            rate=group["gain_rate"],
+            target=group["target_coherence"],
+            low=group["min_gain"],
+            high=group["max_gain"],
+        )
+        moved = torch.where(count > 0, moved, gain)
+        # In place: a replay reads what the replay before it wrote.
+        group["gain"] = gain.copy_(moved) if group["capturable"] else moved

@@ -16,8 +16,6 @@ from .rule.update import Facts, Rows, Rule, Step
 from .store.schema import COUNTERS, METRIC, VALUES
 from .store.stack import Index, Seat, Stack
 
-__all__ = ["Work", "is_recording", "plan"]
-
 
 def is_recording() -> bool:
     """Whether a CUDA graph is being recorded: the host must not wait for a value."""

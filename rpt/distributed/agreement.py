@@ -17,25 +17,11 @@ from rpt.observers.staging import Committed
 from ..apply import largest_entries
 from .wire import communication_device
 
-__all__ = [
-    "Findings",
-    "all_agree",
-    "checksums",
-    "differing",
-    "exchange_findings",
-    "rendezvous",
-    "signature",
-]
-
 PATIENCE = timedelta(minutes=10)
 WARN_AFTER = timedelta(seconds=30)
 
 
-def rendezvous(
-    name: str,
-    remedy: str,
-    group: dist.ProcessGroup,
-) -> None:
+def rendezvous(name: str, remedy: str, group: dist.ProcessGroup) -> None:
     """Wait until every rank of `group` has come to the point called `name`.
 
     A collective that some rank never calls hangs; this says which ranks are missing and what to do.
@@ -48,16 +34,13 @@ def rendezvous(
     keys = {rank: f"rpt/{name}/{rank}" for rank in ranks}
     store.set(keys[dist.get_rank()], "here")
 
-    def missing() -> list[int]:
-        return [rank for rank, key in keys.items() if not store.check([key])]
-
     first = min(WARN_AFTER, PATIENCE)
     for limit, last in ((first, False), (PATIENCE - first, True)):
         try:
             store.wait(list(keys.values()), max(limit, timedelta(milliseconds=1)))
             return
         except (RuntimeError, dist.DistStoreError):
-            absent = missing()
+            absent = [rank for rank, key in keys.items() if not store.check([key])]
             if not absent:
                 return
             message = f"rank(s) {absent} have not called {name.split('#')[0]}. {remedy}"

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .holding import Box, box_shape, shard_box
-
-__all__ = ["Sharded", "mesh_group", "mesh_ranks"]
+from .holding import Box, Holding, box_shape, shard_box
 
 
 def mesh_ranks(mesh: Any) -> tuple[int, ...]:
@@ -32,7 +30,7 @@ def mesh_group(mesh: Any) -> dist.ProcessGroup:
     return mesh._flatten().get_group()
 
 
-class Sharded:
+class Sharded(Holding):
     """A DTensor parameter.
 
     Args:
@@ -89,6 +87,3 @@ class Sharded:
             return sum(a != b for a, b in zip(self._coordinates[rank], home, strict=True))
 
         return min(holders, key=lambda rank: (apart(rank), rank))
-
-    def global_shape(self) -> torch.Size:
-        return self.parameter.shape

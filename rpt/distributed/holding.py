@@ -1,27 +1,12 @@
-"""How one parameter lies on the ranks of a team: boxes, and the interface that DDP and DTensor share.
-
-A box is worked out from placements without communication.
-"""
+"""How one parameter lies on the ranks of a team: boxes, worked out from placements without communication."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
-
-__all__ = [
-    "Box",
-    "Holding",
-    "Replica",
-    "box_numel",
-    "box_shape",
-    "box_slices",
-    "shard_box",
-    "whole_box",
-]
 
 # (start, stop) along every dimension.
 Box = tuple[tuple[int, int], ...]
@@ -93,8 +78,8 @@ def _order(placements: Sequence[Any]) -> Iterator[int]:
     yield from reversed(strided)
 
 
-class Holding(Protocol):
-    """One parameter's layout.
+class Holding:
+    """How one parameter lies on the ranks of a team; here a plain one, the same on `size` ranks.
 
     Attributes:
         parameter: as the optimizer knows it.
@@ -104,24 +89,6 @@ class Holding(Protocol):
             is the parameter's new value, which leaves replicas equal bit for bit by construction.
     """
 
-    parameter: Tensor
-    boxes: list[Box]
-    sharded: bool
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """This rank's plain part of the parameter, or of its gradient."""
-        ...
-
-    def source(self, box: Box, owner: int) -> int:
-        """The rank that sends this box of the gradient to the owner."""
-        ...
-
-    def global_shape(self) -> torch.Size: ...
-
-
-class Replica:
-    """A plain parameter, the same on `size` ranks."""
-
     sharded = False
 
     def __init__(self, parameter: Tensor, size: int) -> None:
@@ -129,10 +96,9 @@ class Replica:
         self.boxes: list[Box] = [whole_box(parameter.shape)] * size
 
     def local(self, tensor: Tensor) -> Tensor:
+        """This rank's plain part of the parameter, or of its gradient."""
         return tensor
 
     def source(self, box: Box, owner: int) -> int:
+        """The rank that sends this box of the gradient to the owner."""
         return owner
-
-    def global_shape(self) -> torch.Size:
-        return self.parameter.shape

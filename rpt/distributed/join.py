@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-__all__ = ["JoinableOptimizer"]
-
 
 class JoinableOptimizer(Joinable):
     """Lets ranks that have run out of data go on computing the updates of what they own.

@@ -10,8 +10,6 @@ import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Item", "Plan", "make_plan"]
-
 
 @dataclass(frozen=True)
 class Item:

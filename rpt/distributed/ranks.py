@@ -11,14 +11,12 @@ from torch import Tensor
 
 from rpt.observers.staging import Committed
 
-from ..apply import apply_updates, weight_norms
-from ..ownership import Agreement, Live, Outcome, StepSize, is_sharded
+from ..apply import StepSize, apply_updates, weight_norms
+from ..ownership import Agreement, Live, Outcome, Ownership, is_sharded
 from .agreement import Findings, exchange_findings, rendezvous
 from .holding import box_slices
 from .state import adopt_state, share_new_keys, whole_state
 from .team import Team
-
-__all__ = ["OwnerRanks", "ReplicatedRanks"]
 
 _STATE_DICT_REMEDY = (
     "With ownership='owner' the state is spread over the ranks and state_dict() collects it: call it on "
@@ -32,14 +30,8 @@ _STATE_DICT_REMEDY = (
 _APART = 0.01
 
 
-class _Ranks:
-    """What both modes share: agreeing on a step.
-
-    Args:
-        teams: sets of ranks and their parameters, in the same order on every rank.
-        optimizer: whose.
-        number: of this object, the same on every rank.
-    """
+class _Ranks(Ownership):
+    """What both modes share: agreeing on a step. `number` is the same on every rank."""
 
     # What becomes of replicas whose gradients differ.
     _unsynchronised = ""
@@ -108,10 +100,11 @@ class _Ranks:
         if not apart:
             return
         worst = max(apart, key=lambda i: (found.peaks[i] - found.lows[i]) / found.peaks[i])
+        name = self.optimizer._name(team.parameters[worst])
         self.optimizer._warn_once(
             "unsynchronised",
             f"the gradients of {len(apart)} parameter(s) differ between ranks (the largest entries are "
-            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in {team.name(worst)}): nothing "
+            f"{found.lows[worst]:.3g} and {found.peaks[worst]:.3g} in {name}): nothing "
             f"averages them, and {self._unsynchronised}. "
             "If ranks hold replicas, wrap the model in DistributedDataParallel or average its gradients "
             "before step(); if each rank trains on its own, as under PostLocalSGDOptimizer, pass "
@@ -192,7 +185,7 @@ class OwnerRanks(_Ranks):
     def fail(self, error: Exception) -> None:
         """Go through the rest of the step's collectives with empty hands, then let the caller raise."""
         for team in self.teams:
-            team.failure = str(error)
+            team.failed = True
         for n, (team, bucket) in enumerate(self._remaining):
             if n:
                 team.portion(bucket)
@@ -247,9 +240,6 @@ class ReplicatedRanks(_Ranks):
 
     _unsynchronised = "replicas drift apart"
 
-    def owns(self, parameter: Tensor) -> bool:
-        return True
-
     def weight_norms(self, parameters: Sequence[Tensor]) -> Tensor:
         """A collective where they are sharded, in the same order on every rank."""
         sharded: Sequence[Any] = parameters
@@ -278,15 +268,6 @@ class ReplicatedRanks(_Ranks):
             pieces.append(update[box_slices(holding.boxes[team.rank])])
         filled = [k for k, part in enumerate(local) if part.numel()]
         apply_updates([local[k] for k in filled], [pieces[k] for k in filled], size)
-
-    def fail(self, error: Exception) -> None:
-        pass
-
-    def finish(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        return outcomes
-
-    def whole_state(self, state: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
-        return state
 
     def adopt_state(self, state: Mapping[Tensor, Any]) -> None:
         for team in self.teams:

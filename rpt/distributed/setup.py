@@ -13,21 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..apply import SingleProcess
 from ..manifold import manifold_of
 from ..ownership import Ownership, is_sharded
-from ..roots import RootBackend, resolve_roots
 from ..store.cost import CostModel
 from ..store.layout import compute_dtype, form_of, vector_length_class
 from ..store.schema import holds_state
 from .agreement import all_agree, checksums, differing, rendezvous, signature
-from .holding import Holding, Replica
+from .holding import Holding
 from .plan import Item, make_plan
 from .ranks import OwnerRanks, ReplicatedRanks
 from .team import Team
 from .wire import communication_device
-
-__all__ = ["distribute", "planned_item", "report"]
 
 _STEP_REMEDY = (
     "Every rank that holds the parameters must take the step. If only some ranks train, or each trains "
@@ -48,30 +44,20 @@ def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> 
             parameter with "local"; points of a manifold cut apart; a rank that never comes.
     """
     groups = [group["params"] for group in optimizer.param_groups]
-    plain = [(g, p) for g, group in enumerate(groups) for p in group if not is_sharded(p)]
-    shards = [(g, p) for g, group in enumerate(groups) for p in group if is_sharded(p)]
-    for g, parameter in shards:
-        if optimizer.param_groups[g]["stacked"] and parameter.ndim > 2:
-            raise RuntimeError(
-                f"parameter group {g}: stacked=True cannot be used with sharded parameters (DTensor), as "
-                f"one of shape {tuple(parameter.shape)} is: replicate them, or leave stacked out"
-            )
+    every = [(g, p) for g, group in enumerate(groups) for p in group]
+    plain = [(g, p) for g, p in every if not is_sharded(p)]
+    shards = [(g, p) for g, p in every if is_sharded(p)]
     if shards and mode == "local":
         raise RuntimeError(
             "ownership='local' cannot update sharded parameters (DTensor): a shard of a matrix has no "
             "polar factor of its own. Leave ownership out"
         )
     for _, parameter in plain:
-        refuse_flat_shards(parameter)
-    for g, group in enumerate(groups):
-        for i, parameter in enumerate(group):
-            if splits_points(parameter):
-                raise RuntimeError(
-                    f"{optimizer.parameter_name(g, i)} lives on a manifold and is sharded along its "
-                    "coordinates: shard it along another dimension, so that every rank holds whole points"
-                )
+        _refuse_flat_shard(parameter)
+    for g, parameter in shards:
+        _refuse_shard(parameter, g, optimizer)
     if mode == "auto" and not shards and _held_by_zero(optimizer):
-        return SingleProcess()
+        return Ownership()
     number = _next_number()
     if plain and dist.get_world_size() > 1:
         world = dist.group.WORLD
@@ -79,7 +65,7 @@ def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> 
         rendezvous(f"step()#{number}", _STEP_REMEDY, world)
         if not _same_parameters(mode, groups, [p for _, p in plain], world):
             if not shards:
-                return SingleProcess()
+                return Ownership()
             raise RuntimeError(
                 "some parameters are sharded (DTensor) and the others differ between ranks: shard or "
                 "broadcast them, or give them to an optimizer of their own with ownership='local'"
@@ -153,32 +139,25 @@ def _teams(
     teams: list[tuple[list[tuple[int, Holding]], Any]] = []
     if plain:
         size = dist.get_world_size()
-        teams.append(([(g, Replica(p, size)) for g, p in plain], dist.group.WORLD))
+        teams.append(([(g, Holding(p, size)) for g, p in plain], dist.group.WORLD))
     if shards:
         from .dtensor import Sharded, mesh_group, mesh_ranks
 
-        by_ranks: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
-        meshes: dict[tuple[int, ...], Any] = {}
+        by_ranks: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
         for g, parameter in shards:
-            mesh = parameter.device_mesh  # type: ignore[attr-defined]
-            key = tuple(sorted(mesh_ranks(mesh)))
+            key = tuple(sorted(mesh_ranks(parameter.device_mesh)))  # type: ignore[attr-defined]
             by_ranks.setdefault(key, []).append((g, parameter))
-            meshes.setdefault(key, mesh)
-        for key, members in by_ranks.items():
-            group = mesh_group(meshes[key])
+        for members in by_ranks.values():
+            group = mesh_group(members[0][1].device_mesh)
             ranks = dist.get_process_group_ranks(group)
-            teams.append(([(g, Sharded(p, ranks)) for g, p in members], group))  # type: ignore[arg-type]
+            teams.append(([(g, Sharded(p, ranks)) for g, p in members], group))
     return teams
 
 
 def _team(
     members: list[tuple[int, Holding]], group: Any, optimizer: Any, owners: dict[int, int]
 ) -> Team:
-    costs = CostModel()
-    items = [
-        planned_item(holding.parameter, g, optimizer.param_groups[g], optimizer._backend, costs)
-        for g, holding in members
-    ]
+    items = [_planned_item(holding.parameter, g, optimizer) for g, holding in members]
     settled = {
         i: owners[id(h.parameter)] for i, (_, h) in enumerate(members) if id(h.parameter) in owners
     }
@@ -186,12 +165,10 @@ def _team(
     return Team(members, plan, group, optimizer)
 
 
-def planned_item(
-    parameter: Tensor, g: int, options: dict[str, Any], backend: Any, costs: CostModel
-) -> Item:
-    """A parameter as the planner sees it; `parameter` may be on the meta device."""
-    dtype = compute_dtype(parameter)
-    form = form_of(parameter, options)
+def _planned_item(parameter: Tensor, g: int, optimizer: Any) -> Item:
+    """A parameter as the planner sees it."""
+    options, costs = optimizer.param_groups[g], CostModel()
+    dtype, form = compute_dtype(parameter), form_of(parameter, options)
     nbytes = parameter.numel() * dtype.itemsize
     shape = (form.rows, form.cols)
     if not parameter.numel() or manifold_of(parameter) is not None:
@@ -200,8 +177,7 @@ def planned_item(
     if not form.matrix:
         key = (g, dtype, vector_length_class(form.cols))
         return Item(costs.vector(parameter.numel()), nbytes, key, together=True)
-    roots = options["roots"]
-    metric: RootBackend = backend(roots) if backend is not None else resolve_roots(roots)
+    metric = optimizer._groups.backend(options["roots"])
     steps = options["polar_steps"] if options["polar_prior"] > 0 else 0
     cost = form.pieces * costs.matrix(*shape, metric, steps)
     if not parameter.requires_grad:
@@ -236,15 +212,22 @@ def report(optimizer: Any) -> dict[str, Any]:
     return out
 
 
-def splits_points(parameter: Any) -> bool:
-    """Whether a manifold parameter is sharded within its points: a rank can step whole points only."""
-    if manifold_of(parameter) is None or not is_sharded(parameter):
-        return False
+def _refuse_shard(parameter: Any, g: int, optimizer: Any) -> None:
+    """Refuse a DTensor that is cut where a rank needs it whole."""
+    if optimizer.param_groups[g]["stacked"] and parameter.ndim > 2:
+        raise RuntimeError(
+            f"parameter group {g}: stacked=True cannot be used with sharded parameters (DTensor), as "
+            f"one of shape {tuple(parameter.shape)} is: replicate them, or leave stacked out"
+        )
     cut = [getattr(placement, "dim", None) for placement in parameter.placements]
-    return parameter.ndim - 1 in cut or -1 in cut
+    if manifold_of(parameter) is not None and (parameter.ndim - 1 in cut or -1 in cut):
+        raise RuntimeError(
+            f"{optimizer._name(parameter)} lives on a manifold and is sharded along its coordinates: "
+            "shard it along another dimension, so that every rank holds whole points"
+        )
 
 
-def refuse_flat_shards(parameter: Tensor) -> None:
+def _refuse_flat_shard(parameter: Tensor) -> None:
     """Refuse a parameter of FSDP1, which looks like a plain tensor and is a piece of a flat one."""
     if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
         raise RuntimeError(

@@ -8,7 +8,6 @@ what `torch.distributed.checkpoint` saves once and reshards to any number of ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -17,11 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..manifold import manifold_of
-from ..store.schema import numbered
+from ..store.schema import TRAVELLING, numbered
 from .holding import box_slices, shard_box
-from .team import SCALARS, Team
-
-__all__ = ["adopt_state", "share_new_keys", "whole_state"]
+from .team import Team
 
 # Tensors of fewer entries stay whole on every rank.
 SMALL = 1024
@@ -35,11 +32,10 @@ def whole_state(
         parameter, owner = team.parameters[i], team.plan.owner[i]
         record = {}
         for key, description in described.items():
-            if not isinstance(description, _Shape):
-                record[key] = description
-                continue
-            value = _broadcast(team, owner, description, state.get(parameter, {}).get(key))
-            record[key] = _placed(team, i, value.to(parameter.device))
+            if isinstance(description, Tensor):
+                value = _broadcast(team, owner, description, state.get(parameter, {}).get(key))
+                description = _placed(team, i, value.to(parameter.device))
+            record[key] = description
         whole[parameter] = record
 
 
@@ -61,14 +57,17 @@ def share_keys(
     empty.
 
     Returns:
-        By position in the team, for those that have a state, the owner's record with `_Shape`s in place
-        of tensors. Points on a manifold have no owner: every rank steps its own.
+        By position in the team, for those that have a state, the owner's record with tensors on the meta
+        device. Points on a manifold have no owner: every rank steps its own.
     """
     mine: dict[int, dict[str, Any]] = {}
     for i in indices:
         record = state.get(team.parameters[i])
         if record and team.owns(i) and manifold_of(team.parameters[i]) is None:
-            mine[i] = {key: _described(value) for key, value in numbered(record).items()}
+            mine[i] = {
+                key: value.to("meta") if isinstance(value, Tensor) else value
+                for key, value in numbered(record).items()
+            }
     gathered: list[Any] = [None] * team.size
     dist.all_gather_object(gathered, mine, group=team.group)
     every = {i: described for part in gathered for i, described in part.items()}
@@ -80,7 +79,7 @@ def share_keys(
         for key in record.keys() - described.keys():
             del record[key]
         for key, value in described.items():
-            empty = isinstance(value, _Shape)
+            empty = isinstance(value, Tensor)
             record.setdefault(key, _nothing(parameter, value.dtype) if empty else value)
     return dict(sorted(every.items()))
 
@@ -90,38 +89,27 @@ def _nothing(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=parameter.device)
 
 
-class _Shape:
-    """Shape and dtype of a tensor, as sent to ranks that have to receive it."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-
-def _described(value: Any) -> Any:
-    return _Shape(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _broadcast(team: Team, owner: int, shape: _Shape, value: Tensor | None) -> Tensor:
+def _broadcast(team: Team, owner: int, like: Tensor, value: Tensor | None) -> Tensor:
     """The owner's tensor on every rank, a fresh copy on its communication device."""
     if team.rank == owner:
         assert value is not None
         buffer = value.detach().to(team.device).clone(memory_format=torch.contiguous_format)
     else:
-        buffer = torch.empty(shape.shape, dtype=shape.dtype, device=team.device)
-    if math.prod(shape.shape):
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=team.device)
+    if like.numel():
         dist.broadcast(buffer, dist.get_global_rank(team.group, owner), group=team.group)
     return buffer
 
 
 def _placed(team: Team, i: int, value: Tensor) -> Tensor:
     holding = team.members[i][1]
-    if not holding.sharded or (value.numel() < SMALL and value.shape != holding.global_shape()):
+    if not holding.sharded or (value.numel() < SMALL and value.shape != holding.parameter.shape):
         return value
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     parameter: Any = holding.parameter
     mesh = parameter.device_mesh
-    if value.shape == holding.global_shape():
+    if value.shape == holding.parameter.shape:
         placements = tuple(parameter.placements)
         box = holding.boxes[team.rank]
     else:
@@ -156,5 +144,5 @@ def adopt_state(team: Team, state: Mapping[Tensor, Any], keep: Callable[[int], b
                 continue
             if hasattr(value, "full_tensor"):
                 record[key] = value = value.full_tensor()
-            if not keep(i) and key not in SCALARS:
+            if not keep(i) and key not in TRAVELLING:
                 record[key] = _nothing(parameter, value.dtype)

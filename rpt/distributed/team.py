@@ -11,22 +11,18 @@ from torch import Tensor
 
 from rpt.observers.staging import Committed
 
-from ..apply import apply_updates, step_size, weight_norms
+from ..apply import StepSize, apply_updates, step_size, weight_norms
 from ..manifold import manifold_of
-from ..ownership import Live, StepSize
+from ..ownership import Live
 from ..store.layout import compute_dtype, form_of
 from ..store.schema import TRAVELLING
 from .holding import Holding, box_numel, box_shape, box_slices
 from .plan import Plan
 from .wire import Exchange, Parcel, communication_device
 
-__all__ = ["SCALARS", "Team"]
-
-# Small numbers of a parameter's state that every rank keeps, whoever owns the rest.
-SCALARS = TRAVELLING
-# Beside them: was it updated, its frame compared with an earlier one, were its roots recomputed.
+# Was it updated, its frame compared with an earlier one, were its roots recomputed; and what travels.
 EVENTS = ("updated", "compared", "refreshed")
-FACTS = (*EVENTS, *SCALARS)
+FACTS = (*EVENTS, *TRAVELLING)
 
 
 class Team:
@@ -37,8 +33,6 @@ class Team:
 
     Args:
         members: (group index, holding) of every parameter, in the optimizer's order.
-        plan: who owns which.
-        group: the ranks.
         optimizer: whose groups and state are read anew in every step.
     """
 
@@ -56,7 +50,7 @@ class Team:
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
         self.device = communication_device(group, self.parameters[0].device)
         self.live: dict[int, Live] = {}
-        self.failure: str | None = None
+        self.failed = False
         self._laid_out: set[int] = set()
         self._facts = torch.zeros(len(members), len(FACTS), dtype=torch.float64, device=self.device)
         self._columns: dict[str, Tensor] = {}
@@ -74,12 +68,6 @@ class Team:
 
     def owns(self, index: int) -> bool:
         return self.plan.owner[index] == self.rank
-
-    def name(self, index: int) -> str:
-        """How messages call a parameter."""
-        g, parameter = self.members[index][0], self.parameters[index]
-        among = self.optimizer.param_groups[g]["params"]
-        return self.optimizer.parameter_name(g, [id(p) for p in among].index(id(parameter)))
 
     @property
     def wire_bytes(self) -> int:
@@ -99,15 +87,12 @@ class Team:
                 source = holding.source(box, owner)
                 if source == owner or not box_numel(box):
                     continue
-                if source == self.rank:
-                    outgoing.append(Parcel(owner, i, box_shape(box), dtype))
-                if owner == self.rank:
-                    incoming.append(Parcel(source, i, box_shape(box), dtype))
                 # Beside each piece of the gradient, the length of that piece of the weight.
-                if source == self.rank:
-                    outgoing.append(Parcel(owner, ("norm", i), (), torch.float64))
-                if owner == self.rank:
-                    incoming.append(Parcel(source, ("norm", i), (), torch.float64))
+                for parcel in ((i, box_shape(box), dtype), (("norm", i), (), torch.float64)):
+                    if source == self.rank:
+                        outgoing.append(Parcel(owner, *parcel))
+                    elif owner == self.rank:
+                        incoming.append(Parcel(source, *parcel))
         return Exchange(outgoing, incoming, self.group, self.device)
 
     def _delivering(self, bucket: int) -> Exchange:
@@ -140,7 +125,7 @@ class Team:
 
     def begin(self, live: Mapping[int, Live]) -> None:
         """Note which parameters take part (position → entry); the same positions on every rank."""
-        self.live, self.failure = dict(live), None
+        self.live, self.failed = dict(live), False
         self._laid_out.clear()
         for exchange in (*self._gathers, *self._deliveries):
             exchange.clear()
@@ -180,7 +165,7 @@ class Team:
         local = holding.local(gradient)
         if not holding.sharded:
             return local
-        whole = local.new_empty(tuple(holding.global_shape()))
+        whole = local.new_empty(tuple(holding.parameter.shape))
         squares = []
         for box in dict.fromkeys(holding.boxes):
             if not box_numel(box):
@@ -215,15 +200,7 @@ class Team:
         compared: Tensor,
         refreshed: bool,
     ) -> None:
-        """Take the finished update of an owned parameter: apply it here, lay it out for the others.
-
-        Args:
-            parameter: the optimizer's.
-            update: u, of the whole parameter's shape.
-            size: how it reaches the weight.
-            compared: whether its frame was compared with an earlier one, 0-d.
-            refreshed: whether its roots were recomputed.
-        """
+        """Take the finished update of an owned parameter: apply it here, lay it out for the others."""
         i = self.position[id(parameter)]
         holding = self.members[i][1]
         here = box_slices(holding.boxes[self.rank])
@@ -260,7 +237,7 @@ class Team:
         for peer in range(self.size):
             if peer != self.rank:
                 place = exchange.outgoing(peer, "facts")
-                place[0].fill_(float(self.failure is not None))
+                place[0].fill_(float(self.failed))
                 place[1:].copy_(self._facts[mine])
         exchange.launch()
 
@@ -270,7 +247,7 @@ class Team:
         records = [self.optimizer.state.get(self.parameters[i], {}) for i in indices]
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         for column, key in enumerate(FACTS):
-            if key in SCALARS:
+            if key in TRAVELLING:
                 values = [record.get(key, nothing) for record in records]
                 self._facts[indices, column] = torch.stack([v.to(nothing).mean() for v in values])
 
@@ -344,7 +321,7 @@ class Team:
             return
         self._ensure_columns()
         for column, key in enumerate(FACTS):
-            if key in SCALARS:
+            if key in TRAVELLING:
                 self._columns[key].copy_(self._facts[:, column])
         for i in remote:
             record = self.optimizer.state[self.parameters[i]]
@@ -355,7 +332,7 @@ class Team:
             record["observations"] = record.get("observations", 0) + (matrix and seen)
             record.setdefault("skipped", 0)
             if self._linked.get(i) is not record:
-                for key in SCALARS:
+                for key in TRAVELLING:
                     if matrix or not key.startswith("root_"):
                         record[key] = self._columns[key][i]
                 if matrix:
@@ -373,7 +350,7 @@ class Team:
         if not self._columns:
             wide = any(compute_dtype(p) == torch.float64 for p in self.parameters)
             real = torch.float64 if wide else torch.float32
-            for key in SCALARS:
+            for key in TRAVELLING:
                 dtype = torch.int64 if key == "root_failures" else real
                 self._columns[key] = torch.zeros(
                     len(self.parameters), dtype=dtype, device=self.device

@@ -14,20 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Exchange", "Parcel", "communication_device"]
-
 # Every parcel starts at a multiple of this, so that its bytes can be seen as any dtype.
 ALIGNMENT = 16
 
 
 class Parcel(NamedTuple):
-    """What travels between this rank and a peer.
-
-    Attributes:
-        peer: rank in the group that it goes to, or comes from.
-        key: what it is called here.
-        shape, dtype: of its tensor.
-    """
+    """A tensor that travels to a peer, or comes from it; `key` is what it is called here."""
 
     peer: int
     key: Hashable
@@ -74,18 +66,11 @@ class Exchange:
     ) -> None:
         size = dist.get_world_size(group)
         self._out, self._in = _Side(outgoing, size), _Side(incoming, size)
+        self.nbytes_sent = self._out.nbytes
         self._group, self._device = group, device
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
         self._work: Any = None
-
-    @property
-    def nbytes_sent(self) -> int:
-        return self._out.nbytes
-
-    @property
-    def nbytes_received(self) -> int:
-        return self._in.nbytes
 
     @property
     def launched(self) -> bool:
@@ -93,17 +78,18 @@ class Exchange:
 
     def outgoing(self, peer: int, key: Hashable) -> Tensor:
         """The place of a parcel to fill in before `launch`."""
+        return self._out.view(self._sending(), peer, key)
+
+    def _sending(self) -> Tensor:
         if self._sent is None:
             self._sent = torch.zeros(self._out.nbytes, dtype=torch.uint8, device=self._device)
-        return self._out.view(self._sent, peer, key)
+        return self._sent
 
     def launch(self) -> None:
         """Send everything, without waiting."""
-        if self._sent is None:
-            self._sent = torch.zeros(self._out.nbytes, dtype=torch.uint8, device=self._device)
         self._received = torch.empty(self._in.nbytes, dtype=torch.uint8, device=self._device)
         self._work = dist.all_to_all_single(
-            self._received, self._sent, self._in.splits, self._out.splits, self._group, True
+            self._received, self._sending(), self._in.splits, self._out.splits, self._group, True
         )
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from .scalars import telemetry_scalars, transport_of
+from .scalars import refuse_unused, telemetry_scalars, transport_of
 
 __all__ = ["TelemetryCallback"]
 
@@ -32,10 +32,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, *, attach: bool = False, prefix: str = "rpt/", **options: Any) -> None:
-        if options and not attach:
-            raise TypeError(
-                f"{', '.join(options)}: options of attach_model, which need attach=True"
-            )
+        refuse_unused(options, attach)
         self.attach, self.prefix, self.options = attach, prefix, options
 
     def add_to(self, trainer: Trainer) -> Trainer:

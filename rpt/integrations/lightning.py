@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from .scalars import telemetry_scalars, transport_of
+from .scalars import refuse_unused, telemetry_scalars, transport_of
 
 __all__ = ["TelemetryCallback"]
 
@@ -32,10 +32,7 @@ class TelemetryCallback(Callback):  # type: ignore[misc]
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every={every} must be at least 1, a number of steps")
-        if options and not attach:
-            raise TypeError(
-                f"{', '.join(options)}: options of attach_model, which need attach=True"
-            )
+        refuse_unused(options, attach)
         self.every, self.attach, self.prefix, self.options = every, attach, prefix, options
         self._last = 0
 

@@ -9,8 +9,6 @@ import torch
 from rpt.optimizer import ResidualPolarTransport
 from rpt.telemetry import Telemetry
 
-__all__ = ["telemetry_scalars", "transport_of", "write_tensorboard"]
-
 # What is drawn over all matrices, each a value per matrix of the table.
 _HISTOGRAMS = ("polar_weight", "residual_entropy_rank", "root_age")
 
@@ -18,8 +16,7 @@ _HISTOGRAMS = ("polar_weight", "residual_entropy_rank", "root_age")
 def transport_of(optimizer: Any) -> ResidualPolarTransport:
     """The `ResidualPolarTransport` inside a trainer's wrappers.
 
-    Args:
-        optimizer: it, or a wrapper that keeps it as `.optimizer` (accelerate's, Lightning's, the Trainer's).
+    A wrapper keeps it as `.optimizer`, as accelerate's, Lightning's and the Trainer's do.
 
     Raises:
         TypeError: there is none inside.
@@ -33,6 +30,12 @@ def transport_of(optimizer: Any) -> ResidualPolarTransport:
                 "optimizer that trains the model"
             )
     return inner
+
+
+def refuse_unused(options: dict[str, Any], attach: bool) -> None:
+    """Refuse a callback's options for attaching where it is not to attach."""
+    if options and not attach:
+        raise TypeError(f"{', '.join(options)}: options of attach_model, which need attach=True")
 
 
 def telemetry_scalars(

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Damping", "Refresh", "RootBackend", "State"]
-
 State = dict[str, Tensor]
 
 
@@ -52,15 +50,7 @@ class RootBackend(ABC):
 
     Subclass it, give an instance to `ResidualPolarTransport(..., roots=instance)`, and let
     `rpt.roots.check_backend(instance)` say what is wrong with it. `create`, `accumulate`, `refresh` and
-    `apply` are enough. The rest is offered: each of these may be overridden alone, and `check_backend`
-    tests what a backend says it can do.
-
-        drift              refreshes by a threshold, not by age alone
-        accumulate_sides   second moments that an observer measured
-        any_strides        gradients that are not contiguous, without a copy
-        capturable         steps without a host (`capturable=True`)
-        pads, crop         matrices of several shapes in one stack
-        without_drift      less state where no drift is asked for
+    `apply` are enough; the rest is offered, and each may be overridden alone.
 
     Attributes:
         any_strides: whether `accumulate` and `apply` take a gradient of any strides. Where not, a matrix
@@ -121,25 +111,18 @@ class RootBackend(ABC):
     ) -> None:
         """`accumulate`, with second moments measured by an observer in place of the gradient's own.
 
-            L <- β2 L + (1-β2) left        R <- β2 R + (1-β2) right
-
-        A side that is None is estimated from the gradient, as `accumulate` does.
+        A side that is None is estimated from the gradient, as `accumulate` does; where both are given the
+        gradient is not looked at.
 
         Args:
-            state: changed in place.
-            gradient: (b, rows, cols); not looked at where both sides are given.
-            beta2: decay.
             left: symmetric positive semidefinite, (b, rows, rows); of the output cotangents Δ (B, rows)
                 of a linear layer it is B·ΔᵀΔ.
             right: likewise, (b, cols, cols); of its activations X it is XᵀX / B.
-            shapes: as in `accumulate`.
 
         Raises:
             NotImplementedError: a backend that does not offer it.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} takes no observed second moments: it has no accumulate_sides"
-        )
+        raise NotImplementedError(f"{type(self).__name__} takes no observed second moments")
 
     def pads(self, rows: int, cols: int) -> bool:
         """Whether smaller matrices may share a (rows, cols) stack, padded with zeros.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .base import Damping, Refresh, RootBackend, State
-
-__all__ = ["BackendError", "check_backend"]
 
 _SHAPES = ((1, 1), (1, 9), (4, 4), (5, 8), (3, 70))
 _BETA2 = 0.9
@@ -30,9 +28,9 @@ class BackendError(AssertionError):
 def check_backend(backend: RootBackend) -> None:
     """Run a root backend through the contract of `rpt.roots.RootBackend`.
 
-    Covers several shapes, float32 and float64, one step and several, zero gradients, scaled gradients,
-    batches against single matrices, statistics that no solver can decompose, and whatever the backend
-    says it can do beyond that: gradients of any strides, steps without a host, padding, observed sides.
+    Covers several shapes, float32 and float64, zero and scaled gradients, batches against single
+    matrices, statistics that no solver can decompose, and whatever the backend says it can do beyond
+    that: gradients of any strides, steps without a host, padding, observed sides.
 
     Raises:
         TypeError: `backend` is no `RootBackend` instance.
@@ -42,25 +40,48 @@ def check_backend(backend: RootBackend) -> None:
         raise TypeError(
             f"check_backend takes an instance of a RootBackend subclass, not {backend!r}"
         )
-    problems: list[str] = []
+    problems = []
     for dtype in (torch.float32, torch.float64):
         for rows, cols in _SHAPES:
             where = f"({rows}, {cols}) {str(dtype).removeprefix('torch.')}"
-            try:
-                found = _check_shape(backend, rows, cols, dtype)
-            except Exception as error:
-                found = [f"raised {type(error).__name__}: {error}"]
-            problems += [f"{where}: {problem}" for problem in found]
+            problems += [f"{where}: {found}" for found in _all_checks(backend, rows, cols, dtype)]
     if problems:
         raise BackendError(backend, list(dict.fromkeys(problems)))
 
 
-def _gradients(rows: int, cols: int, dtype: torch.dtype, steps: int = 3) -> Tensor:
+class _Trial(NamedTuple):
+    """A backend and what it made of ordinary gradients, (steps, 2, rows, cols)."""
+
+    backend: RootBackend
+    gradients: Tensor
+    state: State
+    request: Tensor
+    refreshed: Refresh
+
+    def same(self, found: Tensor) -> bool:
+        """Whether a request is the one that was made."""
+        tolerance = 2e-3 if found.dtype == torch.float32 else 1e-6
+        return _close(found, self.request, tolerance)
+
+
+def _all_checks(backend: RootBackend, rows: int, cols: int, dtype: torch.dtype) -> Iterator[str]:
     generator = torch.Generator().manual_seed(rows * 100 + cols)
-    return torch.randn(steps, 2, rows, cols, generator=generator, dtype=torch.float64).to(dtype)
-
-
-Accumulate = Callable[[State, Tensor], None]
+    gradients = torch.randn(3, 2, rows, cols, generator=generator, dtype=torch.float64).to(dtype)
+    try:
+        problems = list(_state(backend, gradients))
+        if not problems:
+            trial = _Trial(backend, gradients, *_run(backend, gradients))
+            problems = list(_request(trial))
+    except Exception as error:
+        problems = [f"raised {type(error).__name__}: {error}"]
+    yield from problems
+    if problems:
+        return
+    for check in _CHECKS:
+        try:
+            yield from check(trial)
+        except Exception as error:
+            yield f"{check.__name__[1:]}: raised {type(error).__name__}: {error}"
 
 
 def _run(
@@ -69,109 +90,131 @@ def _run(
     *,
     shapes: Tensor | None = None,
     products: bool = False,
-    accumulate: Accumulate | None = None,
+    accumulate: Callable[[State, Tensor], None] | None = None,
     watch: AbstractContextManager[Any] | None = None,
 ) -> tuple[State, Tensor, Refresh]:
-    """Feed gradients (steps, b, rows, cols); return the state, the last request, the last refresh.
-
-    Args:
-        shapes, products: for `Damping`, and shapes for `accumulate`.
-        accumulate: in place of the backend's own.
-        watch: active while the backend works.
-    """
-    _, batch, rows, cols = gradients.shape
-    device = gradients.device
-    state = backend.create(batch, rows, cols, dtype=gradients.dtype, device=device)
-    refreshed = Refresh(gradients.new_ones(batch), torch.zeros(batch, dtype=torch.bool))
+    """Feed gradients (steps, b, rows, cols); the state, the last request, the last refresh."""
+    steps, batch, rows, cols = gradients.shape
+    state = backend.create(batch, rows, cols, dtype=gradients.dtype, device=gradients.device)
     damping = Damping(1e-4, gradients.new_zeros(batch), shapes, products)
-    corrections = [
-        gradients.new_full((batch,), 1 - _BETA2 ** (t + 1)) for t in range(len(gradients))
-    ]
+    corrections = [_correction(gradients[0], t + 1) for t in range(steps)]
+    padded = () if shapes is None else (shapes,)
     with watch or nullcontext():
         for gradient, correction in zip(gradients, corrections, strict=True):
             if accumulate is not None:
                 accumulate(state, gradient)
-            elif shapes is None:
-                backend.accumulate(state, gradient, _BETA2)
             else:
-                backend.accumulate(state, gradient, _BETA2, shapes)
+                backend.accumulate(state, gradient, _BETA2, *padded)
             refreshed = backend.refresh(state, (rows, cols), correction, damping)
         return state, backend.apply(state, gradients[-1]), refreshed
 
 
-def _check_shape(backend: RootBackend, rows: int, cols: int, dtype: torch.dtype) -> list[str]:
-    gradients = _gradients(rows, cols, dtype)
-    device = gradients.device
-    problems = _check_state(backend, rows, cols, dtype, device)
-    if problems:
-        return problems
-    state, request, refreshed = _run(backend, gradients)
-    last = gradients[-1]
+def _correction(gradient: Tensor, step: int) -> Tensor:
+    return gradient.new_full((len(gradient),), 1 - _BETA2**step)
+
+
+def _close(x: Tensor, y: Tensor, tolerance: float) -> bool:
+    return bool((x - y).abs().max() <= tolerance * y.abs().max().clamp_min(1e-30))
+
+
+def _state(backend: RootBackend, gradients: Tensor) -> Iterator[str]:
+    """`create`, `accumulate` and `state_bytes`."""
+    gradient, (rows, cols) = gradients[0].clone(), gradients.shape[-2:]
+    state = backend.create(2, rows, cols, dtype=gradient.dtype, device=gradient.device)
+    if not isinstance(state, dict):
+        yield f"create returns a {type(state).__name__}, not a dict of tensors"
+        return
+    for key, value in state.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            yield f"create: entry {key!r} is not a tensor under a string key"
+            return
+        if value.ndim == 0 or len(value) != 2:
+            shape = tuple(value.shape)
+            yield f"create: {key!r} has shape {shape}; its first dimension must be the batch"
+            return
+        if 0 in value.stride() and value.numel() > 1:
+            yield f"create: {key!r} shares memory between matrices (an expanded tensor)"
+            return
+    before = {key: value.clone() for key, value in state.items()}
+    tensors = dict(state)
+    backend.accumulate(state, gradient, _BETA2)
+    if any(state[key] is not tensor for key, tensor in tensors.items()):
+        yield "accumulate replaces tensors: it must change them in place"
+    if set(state) != set(before):
+        yield "accumulate adds or removes state: create must make every key"
+    if all(torch.equal(state[key], value) for key, value in before.items()):
+        yield "accumulate changes nothing"
+    if not torch.equal(gradient, gradients[0]):
+        yield "accumulate changes the gradient"
+    said = backend.state_bytes(rows, cols, gradient.dtype)
+    taken = sum(value.nbytes for value in before.values()) // 2
+    if said != taken:
+        yield f"state_bytes says {said} where the state takes {taken}"
+
+
+def _request(trial: _Trial) -> Iterator[str]:
+    """What every other check counts on."""
+    request, last = trial.request, trial.gradients[-1]
     if request.shape != last.shape:
-        return [f"apply returns shape {tuple(request.shape)}, not {tuple(last.shape)}"]
-    if request.dtype != dtype:
-        return [f"apply returns {request.dtype}, not the gradient's {dtype}"]
+        yield f"apply returns shape {tuple(request.shape)}, not {tuple(last.shape)}"
+    elif request.dtype != last.dtype:
+        yield f"apply returns {request.dtype}, not the gradient's {last.dtype}"
+
+
+def _metric(trial: _Trial) -> Iterator[str]:
+    backend, gradients, state, request, refreshed = trial
+    last = gradients[-1]
     if not request.isfinite().all():
-        problems.append("apply returns non-finite entries for ordinary gradients")
+        yield "apply returns non-finite entries for ordinary gradients"
     if not ((request * last).flatten(1).sum(1) > 0).all():
-        problems.append("the request points against its gradient: the metric is not positive")
-    for name, value in (("condition", refreshed.condition), ("failed", refreshed.failed)):
+        yield "the request points against its gradient: the metric is not positive"
+    for name, value in refreshed._asdict().items():
         if tuple(value.shape) != (2,):
-            problems.append(
-                f"refresh: {name} has shape {tuple(value.shape)}, not one per matrix (2,)"
-            )
-    correction = last.new_full((2,), 1 - _BETA2**3)
-    drift = backend.drift(state, (rows, cols), correction)
+            yield f"refresh: {name} has shape {tuple(value.shape)}, not one per matrix (2,)"
+    drift = backend.drift(state, (last.shape[1], last.shape[2]), _correction(last, 3))
     if tuple(drift.shape) != (2,):
-        problems.append(f"drift has shape {tuple(drift.shape)}, not one per matrix (2,)")
+        yield f"drift has shape {tuple(drift.shape)}, not one per matrix (2,)"
     elif not (drift.abs() < 1e-3).all():
-        problems.append(f"drift right after a refresh is {drift.tolist()}, not 0")
-
-    tolerance = 2e-3 if dtype == torch.float32 else 1e-6
+        yield f"drift right after a refresh is {drift.tolist()}, not 0"
     for scale in (2.0**-10, 2.0**10):
-        scaled = _run(backend, gradients * scale)[1]
-        if not _close(scaled, request, tolerance):
-            problems.append(
-                f"gradients scaled by {scale:g} change the request: not scale invariant"
-            )
-    for i in range(2):
-        single = _run(backend, gradients[:, i : i + 1])[1]
-        if not _close(single[0], request[i], tolerance):
-            problems.append("a batch of matrices gives another request than each matrix alone")
-            break
-    problems += _check_hard(backend, gradients)
-    for claim in (_check_strides, _check_products, _check_padding, _check_sides, _check_driftless):
-        try:
-            problems += claim(backend, gradients, request, tolerance)
-        except Exception as error:
-            problems.append(f"{claim.__doc__}: raised {type(error).__name__}: {error}")
-    return problems
+        if not trial.same(_run(backend, gradients * scale)[1]):
+            yield f"gradients scaled by {scale:g} change the request: not scale invariant"
+    single = torch.cat([_run(backend, gradients[:, i : i + 1])[1] for i in range(2)])
+    if not trial.same(single):
+        yield "a batch of matrices gives another request than each matrix alone"
 
 
-def _check_strides(
-    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
-) -> list[str]:
-    """any_strides"""
-    tall = gradients.mT.contiguous().mT
-    if not backend.any_strides or _close(_run(backend, tall)[1], request, tolerance):
-        return []
-    return ["any_strides: a gradient that lies tall in memory gives another request"]
+def _failures(trial: _Trial) -> Iterator[str]:
+    backend, gradients, state, request, _ = trial
+    state = {key: value.clone() for key, value in state.items()}
+    if not _run(backend, torch.zeros_like(gradients))[1].isfinite().all():
+        yield "zero gradients give a non-finite request"
+    _, rows, cols = request.shape
+    backend.accumulate(state, torch.full_like(request, torch.nan), _BETA2)
+    damping = Damping(1e-4, request.new_zeros(2))
+    refreshed = backend.refresh(state, (rows, cols), request.new_ones(2), damping)
+    if not refreshed.failed.all():
+        yield "refresh does not report `failed` for statistics that are not finite"
+    if not _close(backend.apply(state, gradients[-1]), request, 1e-6):
+        yield "a failed refresh does not keep the previous root"
 
 
-def _check_products(
-    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
-) -> list[str]:
-    """capturable"""
-    if not backend.capturable:
-        return []
+def _any_strides(trial: _Trial) -> Iterator[str]:
+    tall = trial.gradients.mT.contiguous().mT
+    if trial.backend.any_strides and not trial.same(_run(trial.backend, tall)[1]):
+        yield "any_strides: a gradient that lies tall in memory gives another request"
+
+
+def _capturable(trial: _Trial) -> Iterator[str]:
+    if not trial.backend.capturable:
+        return
     watch = _HostReads()
-    found = _run(backend, gradients, products=True, watch=watch)[1]
-    problems = [f"capturable: it calls {name}, which waits for the host" for name in watch.found]
+    found = _run(trial.backend, trial.gradients, products=True, watch=watch)[1]
+    for name in watch.found:
+        yield f"capturable: it calls {name}, which waits for the host"
     # Roots by products are damped a little differently: the same direction, no more is asked.
-    cosine = torch.cosine_similarity(found.flatten(1), request.flatten(1))
-    if not (cosine > 0.9).all():
-        problems.append("capturable: with Damping.products the request is another one")
-    return problems
+    if not (torch.cosine_similarity(found.flatten(1), trial.request.flatten(1)) > 0.9).all():
+        yield "capturable: with Damping.products the request is another one"
 
 
 class _HostReads(TorchDispatchMode):
@@ -195,137 +238,58 @@ class _HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_padding(
-    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
-) -> list[str]:
-    """pads"""
+def _pads(trial: _Trial) -> Iterator[str]:
+    backend, gradients = trial.backend, trial.gradients
     steps, batch, rows, cols = gradients.shape
-    wide, long = rows + 2, cols + 3
-    if not backend.pads(wide, long):
-        return []
-    padded = gradients.new_zeros(steps, batch, wide, long)
+    if not backend.pads(rows + 2, cols + 3):
+        return
+    padded = gradients.new_zeros(steps, batch, rows + 2, cols + 3)
     padded[..., :rows, :cols] = gradients
     shapes = gradients.new_tensor([[rows, cols]]).repeat(batch, 1)
     state, found, _ = _run(backend, padded, shapes=shapes)
-    problems = []
-    if not _close(found[:, :rows, :cols], request, tolerance):
-        problems.append("pads: zeros around a matrix change its request")
+    if not trial.same(found[:, :rows, :cols]):
+        yield "pads: zeros around a matrix change its request"
     if found[:, rows:].any() or found[:, :, cols:].any():
-        problems.append("pads: the request is not zero where the gradient is padding")
-    for key, value in _run(backend, gradients)[0].items():
+        yield "pads: the request is not zero where the gradient is padding"
+    for key, value in trial.state.items():
         cropped = backend.crop(key, state[key][0], rows, cols)
         if cropped.shape != value[0].shape:
-            problems.append(
+            yield (
                 f"pads: crop gives {key!r} the shape {tuple(cropped.shape)}, an unpadded matrix has "
                 f"{tuple(value[0].shape)}"
             )
-        elif cropped.numel() and cropped.untyped_storage().data_ptr() != (
-            state[key].untyped_storage().data_ptr()
-        ):
-            problems.append(f"pads: crop copies {key!r}: it must return a view")
-    return problems
+        elif cropped.numel() and cropped._base is None:
+            yield f"pads: crop copies {key!r}: it must return a view"
 
 
-def _check_sides(
-    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
-) -> list[str]:
-    """accumulate_sides"""
+def _accumulate_sides(trial: _Trial) -> Iterator[str]:
+    backend, (rows, cols) = trial.backend, trial.request.shape[-2:]
     if type(backend).accumulate_sides is RootBackend.accumulate_sides:
-        return []
-    problems = []
-    rows, cols = request.shape[-2:]
+        return
     for given in (("left", "right"), ("left",), ("right",)):
 
         def accumulate(state: State, gradient: Tensor, given: tuple[str, ...] = given) -> None:
             own = {"left": gradient @ gradient.mT / cols, "right": gradient.mT @ gradient / rows}
-            sides = {name: own[name] for name in given}
             # With both sides given the gradient has no say.
             seen = torch.full_like(gradient, torch.nan) if len(given) == 2 else gradient
-            before = {key: value.data_ptr() for key, value in state.items()}
-            backend.accumulate_sides(state, seen, _BETA2, **sides)
-            if before != {key: value.data_ptr() for key, value in state.items()}:
-                problems.append("accumulate_sides replaces tensors: it must change them in place")
+            backend.accumulate_sides(state, seen, _BETA2, **{name: own[name] for name in given})
 
-        found = _run(backend, gradients, accumulate=accumulate)[1]
-        if not _close(found, request, tolerance):
-            named = " and ".join(given)
-            problems.append(
-                f"accumulate_sides: the gradient's own covariance given as {named} does not give the "
-                "request of accumulate"
+        if not trial.same(_run(backend, trial.gradients, accumulate=accumulate)[1]):
+            yield (
+                f"accumulate_sides: the gradient's own covariance given as {' and '.join(given)} does "
+                "not give the request of accumulate"
             )
-    return problems
 
 
-def _check_driftless(
-    backend: RootBackend, gradients: Tensor, request: Tensor, tolerance: float
-) -> list[str]:
-    """without_drift"""
-    light = backend.without_drift()
+def _without_drift(trial: _Trial) -> Iterator[str]:
+    light = trial.backend.without_drift()
     if not isinstance(light, RootBackend):
-        return [f"without_drift returns a {type(light).__name__}, not a backend"]
-    if _close(_run(light, gradients)[1], request, tolerance):
-        return []
-    return ["without_drift: the backend it returns gives another request"]
+        yield f"without_drift returns a {type(light).__name__}, not a backend"
+    elif not trial.same(_run(light, trial.gradients)[1]):
+        yield "without_drift: the backend it returns gives another request"
 
 
-def _check_state(
-    backend: RootBackend, rows: int, cols: int, dtype: torch.dtype, device: torch.device
-) -> list[str]:
-    problems = []
-    state = backend.create(2, rows, cols, dtype=dtype, device=device)
-    if not isinstance(state, dict):
-        return [f"create returns a {type(state).__name__}, not a dict of tensors"]
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor):
-            return [f"create: entry {key!r} is not a tensor under a string key"]
-        if value.ndim == 0 or len(value) != 2:
-            problems.append(
-                f"create: {key!r} has shape {tuple(value.shape)}; its first dimension must be the batch"
-            )
-        if 0 in value.stride() and value.numel() > 1 and value.shape[0] > 1:
-            problems.append(f"create: {key!r} shares memory between matrices (an expanded tensor)")
-    if problems:
-        return problems
-    before = {key: value.clone() for key, value in state.items()}
-    pointers = {key: value.data_ptr() for key, value in state.items()}
-    gradient = _gradients(rows, cols, dtype, 1)[0]
-    kept = gradient.clone()
-    backend.accumulate(state, gradient, _BETA2)
-    if any(state[key].data_ptr() != pointer for key, pointer in pointers.items()):
-        problems.append("accumulate replaces tensors: it must change them in place")
-    if set(state) != set(before):
-        problems.append("accumulate adds or removes state: create must make every key")
-    if all(torch.equal(state[key], value) for key, value in before.items() if key in state):
-        problems.append("accumulate changes nothing")
-    if not torch.equal(gradient, kept):
-        problems.append("accumulate changes the gradient")
-    measured = backend.state_bytes(rows, cols, dtype)
-    actual = sum(value.numel() * value.element_size() for value in before.values()) // 2
-    if measured != actual:
-        problems.append(f"state_bytes says {measured} where the state takes {actual}")
-    return problems
-
-
-def _check_hard(backend: RootBackend, gradients: Tensor) -> list[str]:
-    problems = []
-    if not _run(backend, torch.zeros_like(gradients))[1].isfinite().all():
-        problems.append("zero gradients give a non-finite request")
-    state, request, _ = _run(backend, gradients)
-    batch, rows, cols = request.shape
-    backend.accumulate(state, torch.full_like(request, torch.nan), _BETA2)
-    refreshed = backend.refresh(
-        state,
-        (rows, cols),
-        request.new_ones(batch),
-        Damping(1e-4, request.new_zeros(batch)),
-    )
-    after = backend.apply(state, gradients[-1])
-    if not refreshed.failed.all():
-        problems.append("refresh does not report `failed` for statistics that are not finite")
-    if not _close(after, request, 1e-6):
-        problems.append("a failed refresh does not keep the previous root")
-    return problems
-
-
-def _close(x: Tensor, y: Tensor, tolerance: float) -> bool:
-    return bool((x - y).abs().max() <= tolerance * y.abs().max().clamp_min(1e-30))
+_CHECKS = (
+    *(_metric, _failures),
+    *(_any_strides, _capturable, _pads, _accumulate_sides, _without_drift),
+)

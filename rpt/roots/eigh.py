@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["InverseRoot", "decompose", "eigenvalue_floor", "eigh_shapes", "inverse_root"]
-
 
 class InverseRoot(NamedTuple):
     """A batch of inverse roots.

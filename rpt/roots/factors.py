@@ -18,8 +18,6 @@ from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
 from .packed import lower, pack, packed_length, relative_change_packed, traced_places, unpack
 
-__all__ = ["BlockSide", "DiagonalSide", "Side", "keep_where", "relative_change"]
-
 # The number of probe columns whose images stand in for a reference copy when drift is estimated.
 PROBES = 4
 

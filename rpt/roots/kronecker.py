@@ -15,16 +15,6 @@ from .factors import BlockSide, DiagonalSide, Side
 from .low_rank import LowRankSide
 from .packed import packed_length
 
-__all__ = [
-    "AutoRoots",
-    "BlockedRoots",
-    "FullRoots",
-    "KroneckerRoots",
-    "LowRankRoots",
-    "NoRoots",
-    "resolve_roots",
-]
-
 Drift = Literal["exact", "sketch", "age"]
 
 

@@ -18,8 +18,6 @@ from .base import Damping, Refresh, State
 from .eigh import decompose, eigenvalue_floor, eigh_shapes
 from .factors import keep_where, relative_change
 
-__all__ = ["LowRankSide"]
-
 
 @dataclass(frozen=True)
 class LowRankSide:

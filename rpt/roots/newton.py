@@ -21,8 +21,6 @@ from torch import Tensor
 
 from .eigh import InverseRoot, eigenvalue_floor
 
-__all__ = ["newton_inverse_root"]
-
 Steps = tuple[tuple[float, float, float], ...]
 
 # Minimax odd quintics x (a + b x² + c x⁴) ≈ 1 for x in [l, 1], then for what the step before left;

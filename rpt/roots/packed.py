@@ -11,8 +11,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["lower", "pack", "packed_length", "relative_change_packed", "unpack"]
-
 
 def packed_length(size: int) -> int:
     """Entries of the lower triangle of a (size, size) matrix, diagonal included."""

@@ -12,17 +12,6 @@ from torch import Tensor
 
 from .scalars import Numbers, Scalars
 
-__all__ = [
-    "next_energy",
-    "next_gain",
-    "noise_ratio",
-    "relative_limit",
-    "rescale",
-    "signal",
-    "step_rms",
-    "tempered",
-]
-
 # Bounds of s: a step is never silenced by a few opposing requests, nor let loose by agreeing ones.
 LOWEST, HIGHEST = 0.02, 4.0
 # A matrix of zeros moves as one of torch's default initialisation would, whose RMS is 0.58/√fan_in.

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Numbers", "Scalars", "numbers_of"]
-
 # np.ndarray | Tensor: no common type describes what both can do.
 Scalars = Any
 

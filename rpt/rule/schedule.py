@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .scalars import Numbers, Scalars
 
-__all__ = ["OUTGROWN", "divisor", "most_overdue", "next_unit", "overdue", "share_of_age"]
-
 # How many times the largest gradient entry that its roots have seen makes a gradient too large for them.
 OUTGROWN = 4.0
 

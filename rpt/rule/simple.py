@@ -16,8 +16,6 @@ from .scalars import numbers_of
 from .schedule import OUTGROWN, share_of_age
 from .update import Rule
 
-__all__ = ["simple_step"]
-
 
 def simple_step(
     weight: Tensor, gradient: Tensor, state: dict[str, Any], rule: Rule, lr: float, decay: float

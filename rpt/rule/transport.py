@@ -16,17 +16,6 @@ from torch import Tensor
 
 from .scalars import Numbers, Scalars
 
-__all__ = [
-    "Carried",
-    "Frame",
-    "carry",
-    "certificate",
-    "live_frame",
-    "rotation",
-    "store_frame",
-]
-
-
 # The share of an update below which what the certificate leaves of it is rounding.
 _ROUNDING = 1e-5
 

@@ -9,8 +9,6 @@ import torch
 
 from ..roots import RootBackend
 
-__all__ = ["OVERHEAD", "CostModel", "matrix_work"]
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -39,7 +37,6 @@ class CostModel:
         """Cost of one step of a (rows, cols) matrix.
 
         Args:
-            rows, cols: in any order.
             backend: its metric; None for none.
             polar_steps: Newton–Schulz steps; 0 for a matrix that has no polar share.
         """
@@ -53,17 +50,12 @@ class CostModel:
             other = cols if key.startswith("left") else rows
             if value.ndim >= 3 and value.shape[-1] == value.shape[-2] and key.endswith("_root"):
                 size = value.shape[-1]
-                cost += value.numel() // size**2 * self._factor(size, other)
+                cost += value.numel() // size**2 * self.factor(size, other)
             elif key.endswith("_basis"):
                 cost += 4.0 * value.numel() * other
         return cost
 
-    def dense(self, rows: int, cols: int, polar_steps: int) -> float:
-        """`matrix` with a whole factor for either side, without asking a backend."""
-        cost = self.matrix(rows, cols, None, polar_steps)
-        return cost + self._factor(rows, cols) + self._factor(cols, rows)
-
-    def _factor(self, size: int, other: int) -> float:
+    def factor(self, size: int, other: int) -> float:
         """A factor's products with a gradient, and its share of a decomposition."""
         root = self.eigh * size**3 + self.eigh_entry * size**2
         return 2.0 * size * size * other + root / self.staleness
@@ -94,5 +86,9 @@ OVERHEAD = 4.5e7
 # Asked for every pair of shapes, most of which lead to the same few layouts.
 @lru_cache(maxsize=10_000)
 def matrix_work(rows: int, cols: int) -> float:
-    """What a step costs for one (rows, cols) matrix beside its stack, in floating-point operations."""
-    return 2.0 * _SMALL.dense(rows, cols, polar_steps=3)
+    """What a step costs for one (rows, cols) matrix beside its stack, in floating-point operations.
+
+    With a whole factor for either side.
+    """
+    sides = _SMALL.factor(rows, cols) + _SMALL.factor(cols, rows)
+    return 2.0 * (_SMALL.matrix(rows, cols, polar_steps=3) + sides)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Callable, Container, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -20,16 +21,6 @@ import torch
 from torch import Tensor
 
 from .cost import OVERHEAD, matrix_work
-
-__all__ = [
-    "Form",
-    "compute_dtype",
-    "form_of",
-    "host_layout",
-    "matrix_layouts",
-    "vector_layouts",
-    "vector_length_class",
-]
 
 Shape = tuple[int, int]
 
@@ -89,6 +80,12 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
+def is_fake(parameter: Tensor) -> bool:
+    """Whether it is a tracer's fake tensor."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(parameter, fakes.FakeTensor)
+
+
 def vector_length_class(length: int) -> int:
     """The padded length of a vector: the next power of two, and at least 64."""
     return max(64, 1 << (length - 1).bit_length())
@@ -119,11 +116,7 @@ def matrix_layouts(
 
 
 def vector_layouts(counts: Mapping[Shape, int]) -> dict[Shape, Shape]:
-    """(1, padded length) of the stack for vectors of each (1, length class).
-
-    Args:
-        counts: how many vectors there are of each.
-    """
+    """(1, padded length) of the stack for vectors of each (1, length class), of which there are `counts`."""
     return _merge(counts, lambda shape: _VECTOR * shape[1], 0.0, lambda _: True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from .layout import (
     compute_dtype,
     form_of,
     host_layout,
+    is_fake,
     matrix_layouts,
     vector_layouts,
     vector_length_class,
@@ -23,25 +23,22 @@ from .layout import (
 from .schema import holds_state
 from .stack import Seat, Stack
 
-__all__ = ["StackRegistry"]
-
 
 class StackRegistry:
     """Stacks of all parameters that have had a gradient, kept from step to step.
 
     Nothing in here is saved: the stacks' tensors are seen through views in the optimizer's state, and
     are rebuilt from that state after a load, a copy, a change of device or of root backend.
+
+    Attributes:
+        known: by id of a parameter that has taken part, what its place was chosen by: (group index,
+            shape, dtype, device), and its record in the optimizer's state.
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Rebuild all stacks from the optimizer's state before the next step."""
+        self.known: dict[int, tuple[tuple[Any, ...], Any]] = {}
         self._home: dict[int, Stack] = {}
-        self._records: dict[int, Any] = {}
-        # What the stacks were chosen by: facts of each parameter in them, and of the groups.
-        self._facts: dict[int, tuple[Any, ...]] = {}
+        # What about the groups the stacks were chosen by.
         self._groups: list[tuple[Any, ...]] = []
 
     def home(self, parameter: Tensor) -> tuple[Stack, Seat]:
@@ -58,35 +55,39 @@ class StackRegistry:
 
     def ensure(
         self,
-        live: Iterable[tuple[int, Tensor]],
+        live: Iterable[Tensor],
         groups: Sequence[Mapping[str, Any]],
         state: MutableMapping[Tensor, Any],
         backend: Callable[[str], RootBackend],
+        *,
+        mine: Callable[[Tensor], bool],
+        moved: bool,
     ) -> None:
         """Give every parameter that takes part a place.
 
         Args:
-            live: (group index, parameter) of those with a gradient.
+            live: those with a gradient.
             groups: the optimizer's parameter groups.
             state: its state, in which records are filled with views.
             backend: the root backend behind a group's `roots` text.
+            mine: whether a parameter's state is kept here, in a stack.
+            moved: whether any of those with a gradient is not what is `known`.
         """
-        live = list(live)
         described = [_group_facts(group) for group in groups]
-        settled = described == self._groups and all(
-            self._facts.get(id(p)) == _facts(g, p) and state.get(p) is self._records.get(id(p))
-            for g, p in live
-        )
-        if settled:
+        if not moved and described == self._groups:
             return
-        taking_part = {id(p) for _, p in live}
+        taking_part = {id(p) for p in live}
         taking_part |= {id(p) for _, p in _members(groups) if holds_state(state.get(p, {}))}
         shelves: dict[_Key, list[tuple[Tensor, Form]]] = {}
         for key, parameter, form in _choose(groups, backend):
-            if id(parameter) in taking_part:
+            if id(parameter) in taking_part and mine(parameter):
                 shelves.setdefault(key, []).append((parameter, form))
-        self.forget()
-        self._groups = described
+        self._home, self._groups = {}, described
+        self.known = {
+            id(p): ((g, p.shape, p.dtype, p.device), state[p])
+            for g, p in _members(groups)
+            if id(p) in taking_part
+        }
         for key, members in shelves.items():
             members.sort(key=lambda member: not member[1].matrix)
             group = groups[key.group]
@@ -103,17 +104,13 @@ class StackRegistry:
                 capturable=group["capturable"],
             )
             for parameter, _ in members:
-                record = state[parameter]
-                stack.adopt(stack.seats[id(parameter)], record)
+                stack.adopt(stack.seats[id(parameter)], state[parameter])
                 self._home[id(parameter)] = stack
-                self._records[id(parameter)] = record
-                self._facts[id(parameter)] = _facts(key.group, parameter)
 
 
 def _empty_like(parameter: Tensor) -> Tensor:
     """An empty tensor of the kind that a parameter's state is made of: plain, or as fake as it is."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    if fakes is not None and isinstance(parameter, fakes.FakeTensor):
+    if is_fake(parameter):
         return parameter.detach().new_empty(0)
     return torch.empty(0, device=parameter.device)
 
@@ -135,11 +132,6 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]
         for parameter in group["params"]:
             if parameter.numel():  # an empty one has nothing to keep
                 yield g, parameter
-
-
-def _facts(index: int, parameter: Tensor) -> tuple[Any, ...]:
-    """What about a parameter decides its stack."""
-    return index, parameter.shape, parameter.dtype, parameter.device
 
 
 def _group_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:

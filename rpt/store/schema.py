@@ -12,20 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "COUNTERS",
-    "ENTRIES",
-    "METRIC",
-    "TRAVELLING",
-    "VALUES",
-    "WHO",
-    "Entry",
-    "counted",
-    "holds_state",
-    "numbered",
-    "saved",
-]
-
 # Prefix of the root backend's entries among a parameter's state.
 METRIC = "metric."
 
@@ -127,11 +113,12 @@ def counted(record: Mapping[str, Any], working: torch.dtype) -> dict[str, Tensor
 
 def numbered(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with its counters as plain numbers."""
-    return {
-        key: value.item() if key in COUNTERS and type(value) is Tensor and value.numel() == 1
-        and value.device.type != "meta" else value
-        for key, value in record.items()
-    }  # fmt: skip
+
+    def plain(key: str, value: Any) -> Any:
+        readable = type(value) is Tensor and value.numel() == 1 and value.device.type != "meta"
+        return value.item() if key in COUNTERS and readable else value
+
+    return {key: plain(key, value) for key, value in record.items()}
 
 
 def saved(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +126,8 @@ def saved(record: Mapping[str, Any]) -> dict[str, Any]:
 
     In `optimizer.state` they are views of whole stacks, which a file would store with each of them.
     """
-    return {
-        key: value.detach().clone(memory_format=torch.contiguous_format)
-        if isinstance(value, Tensor) else value
-        for key, value in numbered(record).items()
-    }  # fmt: skip
+    found = numbered(record)
+    for key, value in found.items():
+        if isinstance(value, Tensor):
+            found[key] = value.detach().clone(memory_format=torch.contiguous_format)
+    return found

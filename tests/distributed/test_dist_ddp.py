@@ -237,8 +237,8 @@ def _faults():
         from rpt.roots import FullRoots
 
         backend = FullRoots()
-        optimizer._plans.clear()
-        for stack in optimizer._registry._home.values():
+        optimizer._stacks.plans.clear()
+        for stack in optimizer._stacks.registry._home.values():
             if stack.backend is not None:
                 stack.backend = backend
                 object.__setattr__(backend, "accumulate", fail)

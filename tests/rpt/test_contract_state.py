@@ -222,7 +222,9 @@ def test_peak_memory_is_bounded_by_a_number_of_intermediates(build, request):
         unit = sum(p.numel() * 4 for p in params)
     else:  # on a CPU one stack at a time: two 64 x 64 here, or all three as 64 x 96
         by_age = optimizer.param_groups[0]["root_drift_threshold"] is None
-        shared = by_age and optimizer._backend(optimizer.param_groups[0]["roots"]).pads(64, 96)
+        shared = by_age and optimizer._groups.backend(optimizer.param_groups[0]["roots"]).pads(
+            64, 96
+        )
         unit = (3 * 64 * 96 if shared else 2 * 64 * 64) * 4
     print(f"{request.node.name}: {live.peak / unit:.1f} intermediates")  # shown by pytest -s
     assert live.peak <= INTERMEDIATES * unit

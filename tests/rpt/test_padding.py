@@ -48,7 +48,7 @@ def train(optimizer, parameters, steps=6, seed=1, absent=()):
 
 
 def stacks(optimizer, parameters):
-    homes = [optimizer._registry.home(p)[0] for p in parameters]
+    homes = [optimizer._stacks.registry.home(p)[0] for p in parameters]
     return list({id(stack): stack for stack in homes}.values())
 
 
@@ -172,7 +172,7 @@ def test_the_published_rule_keeps_vectors_to_themselves():
 
 
 def layouts(optimizer, parameters):
-    return [optimizer._registry.home(p)[0].layout for p in parameters]
+    return [optimizer._stacks.registry.home(p)[0].layout for p in parameters]
 
 
 def test_the_choice_depends_on_all_parameters_and_on_none_of_their_gradients():

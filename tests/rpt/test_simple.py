@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rpt import ResidualPolarTransport
-from rpt.options import group_rule
+from rpt.groups import group_rule
 from rpt.rule.simple import simple_step
 
 SHAPES = [(6, 9), (9, 6), (24, 24), (5, 5), (40, 12), (12, 40), (1, 7), (7, 1), (1, 1)]
