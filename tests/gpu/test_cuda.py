@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rpt import ResidualPolarTransport
-from rpt.apply import SingleProcess
+from rpt.ownership import Ownership
 from rpt.rule.polar import working_dtype
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_the_polar_factor_is_computed_in_bfloat16_and_stays_near_float32():
 
 def test_an_ordinary_step_waits_nowhere_but_where_it_says(monkeypatch):
     """CUDA itself refuses every other wait, also in steps that make roots."""
-    agree = SingleProcess.agree
+    agree = Ownership.agree
 
     def excused(*arguments):
         torch.cuda.set_sync_debug_mode("default")
@@ -97,7 +97,7 @@ def test_an_ordinary_step_waits_nowhere_but_where_it_says(monkeypatch):
         if step < 2:
             optimizer.step()  # makes stacks and constants
             continue
-        monkeypatch.setattr(SingleProcess, "agree", excused)
+        monkeypatch.setattr(Ownership, "agree", excused)
         torch.cuda.set_sync_debug_mode("error")
         try:
             optimizer.step()
