@@ -123,7 +123,7 @@ class BlockSide:
 
     @staticmethod
     def _add(factor: Tensor, part: Tensor, beta2: float, weight: float | Tensor) -> None:
-        # `pack`, whose places are kept: of all there is in a step, this is called most.
+        # The lower triangles, whose places are kept: of all there is in a step, this is called most.
         below = traced_places.get(part.shape[-2])
         if below is None:
             below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
