@@ -119,31 +119,6 @@ class RootBackend(ABC):
         """
         return torch.zeros_like(correction)
 
-    def accumulate_sides(
-        self,
-        state: State,
-        gradient: Tensor,
-        beta2: float,
-        *,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
-        shapes: Tensor | None = None,
-    ) -> None:
-        """`accumulate`, with second moments measured by an observer in place of the gradient's own.
-
-        A side that is None is estimated from the gradient, as `accumulate` does; where both are given the
-        gradient is not looked at.
-
-        Args:
-            left: symmetric positive semidefinite, (b, rows, rows); of the output cotangents Δ (B, rows)
-                of a linear layer it is B·ΔᵀΔ.
-            right: likewise, (b, cols, cols); of its activations X it is XᵀX / B.
-
-        Raises:
-            NotImplementedError: a backend that does not offer it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} takes no observed second moments")
-
     def pads(self, rows: int, cols: int) -> bool:
         """Whether smaller matrices may share a (rows, cols) stack, padded with zeros.
 

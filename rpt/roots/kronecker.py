@@ -53,33 +53,14 @@ class KroneckerRoots(RootBackend):
     def accumulate(
         self, state: State, gradient: Tensor, beta2: float, shapes: Tensor | None = None
     ) -> None:
-        self.accumulate_sides(state, gradient, beta2, shapes=shapes)
-
-    def accumulate_sides(
-        self,
-        state: State,
-        gradient: Tensor,
-        beta2: float,
-        *,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
-        shapes: Tensor | None = None,
-    ) -> None:
         rows, cols = gradient.shape[-2:]
         # Each side divides by the other's true length.
         by_rows: float | Tensor = (1.0 - beta2) / rows
         by_cols: float | Tensor = (1.0 - beta2) / cols
         if shapes is not None:
             by_rows, by_cols = ((1.0 - beta2) / shapes).view(-1, 2, 1, 1).unbind(1)
-        for name, measured, own, size, other, weight in (
-            ("left", left, gradient, rows, cols, by_cols),
-            ("right", right, gradient.mT, cols, rows, by_rows),
-        ):
-            side = self.side(size, other)
-            if measured is None:
-                side.accumulate(state, name, own, beta2, weight)
-            else:
-                side.absorb(state, name, measured, beta2)
+        self.side(rows, cols).accumulate(state, "left", gradient, beta2, by_cols)
+        self.side(cols, rows).accumulate(state, "right", gradient.mT, beta2, by_rows)
 
     def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
         rows, cols = shape
@@ -217,7 +198,7 @@ class AutoRoots(KroneckerRoots, padding=True):
         797824
     """
 
-    full_side: int = 256
+    full_side: int = 128
     block_size: int = 128
     long_side: int = 8192
     drift_from: Drift = "sketch"
