@@ -17,7 +17,7 @@ PACKAGES = (
     "rpt.geometry.lorentz",
 )
 # Packages whose examples are still being written.
-PENDING = ("rpt.observers",)
+PENDING: tuple[str, ...] = ()
 # Constants and aliases have no docstring of their own: their module's shows them.
 _CONFIG = "rpt.geometry.lorentz.models.config"
 SHOWN_BY = {
