@@ -41,7 +41,8 @@ class ResidualPolarTransport(Optimizer):
     """Residual Polar Transport: a two-sided matrix metric, transported momentum, a polar share.
 
     Replaces `torch.optim.AdamW` at the same learning rate. With the default preset nothing else needs
-    to be said; `attach_model` additionally lets observed matrices adapt their polar weight.
+    to be said. `attach_model` measures entropy ranks; polar weights follow them where `polar_prior` is
+    below 1, as in the paper preset (docs/observation.md).
 
     Every option up to `rounding` can be overridden per parameter group, `preset` included. Defaults are
     those of the preset "drop_in"; what `preset="paper"` has instead is said beside each.
@@ -268,6 +269,9 @@ class ResidualPolarTransport(Optimizer):
         `optimizer_observation_modules()`; without one, every `nn.Linear` (and `Conv1D` of
         transformers) of this optimizer whose smaller side is at least 2. `module_filter` and `sites`
         override both. Parameters given without names are called by the model's from here on.
+
+        Ranks are in the telemetry. They move polar weights, but never below `polar_prior`: with the
+        default of 1 training stays the same, bit for bit.
 
         Args:
             model: the model that is trained.

@@ -4,6 +4,7 @@ import doctest
 import inspect
 
 import pytest
+
 from rpt import observers
 
 

@@ -28,7 +28,9 @@ class Transformer(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)
+    )
 
 
 def conv():
