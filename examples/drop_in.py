@@ -35,7 +35,7 @@ def train(use_rpt: bool, steps: int, lr: float) -> tuple[float, float]:
     optimizer: torch.optim.Optimizer
     if use_rpt:
         optimizer = rpt.ResidualPolarTransport(model.parameters(), lr=lr)  # line 2, for AdamW's
-        optimizer.attach_model(model)  # line 3, optional: ranks in the telemetry
+        optimizer.attach_model(model)  # line 3, optional: observed matrices adapt
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 

@@ -26,7 +26,7 @@ class CompiledObserver(HookObserver):
     class, only one of them observed, would run each other's graphs.
 
     Example:
-        >>> import rpt
+        >>> import rpt, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
         >>> rpt.RPT(model.parameters()).attach_model(model, strategy="compiled")
         ['0', '1']

@@ -18,6 +18,7 @@ class ExplicitObserver:
 
     Example:
         >>> import torch
+        >>> from rpt.observers import ExplicitObserver
         >>> from rpt.observers.staging import ObservationStage
         >>> observer = ExplicitObserver(ObservationStage())
         >>> observer.observe(torch.randn(64, 8), torch.randn(64, 4)).shape

@@ -20,6 +20,7 @@ class Observer(Protocol):
     """How observations of some layers reach a stage.
 
     Example:
+        >>> from rpt.observers import HookObserver, Observer
         >>> isinstance(HookObserver(), Observer)
         True
     """
@@ -50,6 +51,7 @@ class HookObserver:
 
     Example:
         >>> import rpt, torch
+        >>> from rpt.observers import HookObserver
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
         >>> rpt.RPT(model.parameters()).attach_model(model, strategy=HookObserver())
         ['0', '1']

@@ -17,6 +17,8 @@ class ObservableModel(Protocol):
     Duck-typed: a model needs the method, not an import of this package.
 
     Example:
+        >>> from torch import nn
+        >>> from rpt.observers import ObservableModel
         >>> class Block(nn.Sequential):
         ...     def optimizer_observation_modules(self):
         ...         return [self[2]]

@@ -48,6 +48,7 @@ class ObserverSettings:
         ValueError: For a value out of range.
 
     Example:
+        >>> from rpt.observers import ObserverSettings
         >>> ObserverSettings(dim=16)
         ObserverSettings(dim=16, ridge=1e-07, center=True, null='none')
     """
@@ -401,6 +402,8 @@ def entropy_rank(
         TypeError: For an unknown setting.
 
     Example:
+        >>> import torch
+        >>> from rpt.observers import entropy_rank
         >>> x = torch.randn(512, 6, dtype=torch.float64)
         >>> round(float(entropy_rank(x, x)), 3)  # every direction alike
         1.0

@@ -54,6 +54,7 @@ class Recorder:
 
     Example:
         >>> import os, rpt, torch
+        >>> from rpt.observers import Recorder
         >>> optimizer = rpt.RPT([torch.nn.Parameter(torch.ones(2, 3))])
         >>> with Recorder(os.devnull) as recorder:
         ...     recorder.record(optimizer, loss=0.5)

@@ -33,6 +33,7 @@ class DerivedSite:
         shape: The weight's shape.
 
     Example:
+        >>> from rpt.observers import DerivedSite
         >>> DerivedSite("down", "relu", "observe", "first reads it", (4, 8)).observed
         True
     """
@@ -53,6 +54,7 @@ class DerivedSites(list[DerivedSite]):
     """A list that prints as a table; hand it to `attach_model(sites=…)` as it is.
 
     Example:
+        >>> from rpt.observers import DerivedSite, DerivedSites
         >>> DerivedSites([DerivedSite("down", "relu", "observe", "first reads it", (4, 8))]).paths
         ['down']
     """
@@ -104,6 +106,9 @@ def derive_sites(model: nn.Module, *example_inputs: Any, **example_keywords: Any
         One entry per trainable matrix, in the order of its first reading; unread ones last.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from rpt.observers import derive_sites
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         >>> derive_sites(model, torch.randn(5, 4)).paths
         ['2']

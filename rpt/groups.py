@@ -25,9 +25,7 @@ _OTHERS = (
     *("foreach", "fused", "differentiable", "amsgrad"),
 )
 # What the rule takes as it is.
-_RULE = Rule.__annotations__.keys() - {
-    *("beta1", "beta2", "polar_floor", "polar_release_beta", "polar_schedule")
-}
+_RULE = Rule.__annotations__.keys() - {"beta1", "beta2", "polar_release_beta", "polar_schedule"}
 
 
 class _Seen(NamedTuple):
@@ -170,7 +168,6 @@ def group_rule(group: Mapping[str, Any]) -> Rule:
     return Rule(
         beta1=beta1,
         beta2=beta2,
-        polar_floor=group["polar_prior"] if release is None else 0.0,
         polar_release_beta=group["polar_beta"] if release is None else release,
         polar_schedule=polar_schedule(group["polar_schedule"], group["polar_steps"]),
         **{name: group[name] for name in _RULE},

@@ -41,8 +41,7 @@ class ResidualPolarTransport(Optimizer):
     """Residual Polar Transport: a two-sided matrix metric, transported momentum, a polar share.
 
     Replaces `torch.optim.AdamW` at the same learning rate. With the default preset nothing else needs
-    to be said. `attach_model` measures entropy ranks; polar weights follow them where `polar_prior` is
-    below 1, as in the paper preset (docs/observation.md).
+    to be said; `attach_model` additionally lets observed matrices adapt their polar weight.
 
     Every option up to `rounding` can be overridden per parameter group, `preset` included. Defaults are
     those of the preset "drop_in"; what `preset="paper"` has instead is said beside each.
@@ -64,6 +63,13 @@ class ResidualPolarTransport(Optimizer):
 
     Raises:
         ValueError, TypeError: an option out of range, named with its value and its group.
+
+    Example:
+        >>> import torch, rpt
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer = rpt.ResidualPolarTransport(model.named_parameters(), lr=1e-3, weight_decay=0.01)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -269,9 +275,6 @@ class ResidualPolarTransport(Optimizer):
         `optimizer_observation_modules()`; without one, every `nn.Linear` (and `Conv1D` of
         transformers) of this optimizer whose smaller side is at least 2. `module_filter` and `sites`
         override both. Parameters given without names are called by the model's from here on.
-
-        Ranks are in the telemetry. They move polar weights, but never below `polar_prior`: with the
-        default of 1 training stays the same, bit for bit.
 
         Args:
             model: the model that is trained.

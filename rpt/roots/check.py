@@ -17,7 +17,16 @@ _BETA2 = 0.9
 
 
 class BackendError(AssertionError):
-    """A root backend broke the contract; `problems` lists every breach found."""
+    """A root backend broke the contract; `problems` lists every breach found.
+
+    Example:
+        >>> import rpt
+        >>> class Deaf(rpt.roots.NoRoots):
+        ...     def accumulate(self, state, gradient, beta2, shapes=None): pass
+        >>> try: rpt.roots.check_backend(Deaf())
+        ... except rpt.roots.BackendError as error: print(error.problems[0])
+        (1, 1) float32: accumulate changes nothing
+    """
 
     def __init__(self, backend: RootBackend, problems: list[str]) -> None:
         self.problems = problems
@@ -35,6 +44,10 @@ def check_backend(backend: RootBackend) -> None:
     Raises:
         TypeError: `backend` is no `RootBackend` instance.
         BackendError: with one line for everything that is wrong.
+
+    Example:
+        >>> import rpt
+        >>> rpt.roots.check_backend(rpt.roots.BlockedRoots(4))  # silent: nothing is wrong
     """
     if not isinstance(backend, RootBackend):
         raise TypeError(

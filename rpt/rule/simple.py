@@ -69,9 +69,8 @@ def simple_step(
     # Polar share: a step spread over singular directions, as long as before.
     alpha = state.get("polar_weight", rule.polar_prior)
     if rank is not None:
-        toward = max(1 - rank, rule.polar_floor)
-        beta = rule.polar_beta if toward >= alpha else rule.polar_release_beta
-        alpha = beta * alpha + (1 - beta) * toward
+        beta = rule.polar_beta if 1 - rank >= alpha else rule.polar_release_beta
+        alpha = beta * alpha + (1 - beta) * (1 - rank)
     state["polar_weight"] = alpha
     if g.ndim == 2 and alpha > 0 and u.norm() > tau:
         o = _polar_factor(u, rule)

@@ -45,7 +45,6 @@ class Rule:
     eps: float
     matrix_ridge: float
     polar_prior: float
-    polar_floor: float
     polar_beta: float
     polar_release_beta: float
     polar_schedule: Schedule
@@ -236,9 +235,7 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
 
 
 def update_polar_weight(weight: Scalars, rank: Scalars, rule: Rule, numbers: Numbers) -> Scalars:
-    """α <- α + (1-β)(max(1-r, polar_floor) - α), β as α rises polar_beta, else polar_release_beta.
-
-    Written so that an α at its target keeps every bit.
+    """α <- βα + (1-β)(1-r), β = polar_beta while α rises, polar_release_beta while it falls.
 
     Args:
         weight: α, (k, 1).
@@ -246,11 +243,12 @@ def update_polar_weight(weight: Scalars, rank: Scalars, rule: Rule, numbers: Num
         rule: the numbers.
         numbers: how they are kept.
     """
-    target = numbers.at_least(1.0 - rank, rule.polar_floor)
+    target = 1.0 - rank
+    rising, falling = (
+        beta * weight + (1.0 - beta) * target for beta in (rule.polar_beta, rule.polar_release_beta)
+    )
     # A NaN is below nothing, and what becomes of it is not used.
-    falls = target < weight
-    beta = rule.polar_beta + falls * (rule.polar_release_beta - rule.polar_beta)
-    moved = weight + (1.0 - beta) * (target - weight)
+    moved = numbers.where(target < weight, falling, rising)
     return numbers.cast(numbers.where(rank == rank, moved, weight), numbers.dtype)
 
 

@@ -19,7 +19,7 @@ def drawn(seed):
     pick = random.Random(seed)
     choices = {
         "polar_prior": [0.0, 0.6, 1.0],
-        "polar_release_beta": [None, 0.5],
+        "polar_release_beta": [None, 0.5, 1.0],
         "betas": [(0.9, 0.95), (0.8, 0.99)],
         "polar_schedule": ["tight", "quintic"],
         "polar_steps": [3, 5],
