@@ -16,6 +16,8 @@ PACKAGES = (
     "rpt.geometry.rt_filter",
     "rpt.geometry.lorentz",
 )
+# Packages whose examples are still being written.
+PENDING: tuple[str, ...] = ()
 # Constants and aliases have no docstring of their own: their module's shows them.
 _CONFIG = "rpt.geometry.lorentz.models.config"
 SHOWN_BY = {
@@ -48,7 +50,7 @@ def test_every_public_name_has_an_example(package):
         return ">>>" in own and (name not in SHOWN_BY or name in own)
 
     missing = [name for where, name in PUBLIC if where == package and not shown(name)]
-    assert missing == []
+    assert package in PENDING or missing == []
 
 
 @pytest.mark.filterwarnings("ignore:fused_attention is now called:DeprecationWarning")
