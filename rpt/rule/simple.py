@@ -1,7 +1,7 @@
 """The whole rule for one matrix or vector: the page to read first, and what the tests hold the stacks to.
 
 No stacks, no units, no padding, no decision that a device could take; full roots. `rpt.rule.update`
-computes the same for many parameters at once. Source: the specification, sections 1-5, 8 and 8a.
+computes the same for many parameters at once. Source: the specification, sections 1-8 and 8a.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from .update import Rule
 
 
 def simple_step(
-    weight: Tensor, gradient: Tensor, state: dict[str, Any], rule: Rule, lr: float, decay: float
+    weight: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    rule: Rule,
+    lr: float,
+    decay: float,
+    rank: float | None = None,
 ) -> Tensor:
     """The weight after one step.
 
@@ -28,6 +34,7 @@ def simple_step(
         state: what is kept from step to step; empty at first.
         rule: the numbers of the group.
         lr, decay: learning rate and weight decay.
+        rank: the entropy rank observed since the last step, if any.
     """
     g = -gradient if rule.maximize else gradient
     t = state["t"] = state.get("t", 0) + 1
@@ -60,7 +67,11 @@ def simple_step(
         u = rule.beta1 * mean + (1 - rule.beta1) * p + rho * rule.beta1 * lag * h
 
     # Polar share: a step spread over singular directions, as long as before.
-    alpha = state.setdefault("polar_weight", rule.polar_prior)
+    alpha = state.get("polar_weight", rule.polar_prior)
+    if rank is not None:
+        beta = rule.polar_beta if 1 - rank >= alpha else rule.polar_release_beta
+        alpha = beta * alpha + (1 - beta) * (1 - rank)
+    state["polar_weight"] = alpha
     if g.ndim == 2 and alpha > 0 and u.norm() > tau:
         o = _polar_factor(u, rule)
         b = (1 - alpha) * u + alpha * o * (u.norm() / o.norm())

@@ -19,6 +19,7 @@ def drawn(seed):
     pick = random.Random(seed)
     choices = {
         "polar_prior": [0.0, 0.6, 1.0],
+        "polar_release_beta": [None, 0.5, 1.0],
         "betas": [(0.9, 0.95), (0.8, 0.99)],
         "polar_schedule": ["tight", "quintic"],
         "polar_steps": [3, 5],
@@ -72,10 +73,13 @@ def test_the_stacks_follow_the_simple_rule(seed, dtype):
             p.grad = scale * (0.3 * direction + normal(p.shape))
             if step == 3 and p.ndim == 1:
                 p.grad.zero_()
+        rank = random.Random(step).random() if step % 3 == 1 else None
+        if rank is not None:
+            optimizer.set_residual_entropy_rank(rank)
         optimizer.step()
         for k, (p, state) in enumerate(zip(parameters, states, strict=True)):
             twins[k] = simple_step(
-                twins[k], seen(p.grad, group), state, rule, lr, group["weight_decay"]
+                twins[k], seen(p.grad, group), state, rule, lr, group["weight_decay"], rank
             )
             error = (seen(p, group).detach() - twins[k]).abs().max()
             assert error <= tolerance * max(1.0, float(twins[k].abs().max())), tuple(p.shape)
