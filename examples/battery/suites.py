@@ -41,7 +41,7 @@ class Suite:
         subset: for the other peers and the ablations.
         others, ablations: what runs on the subset.
         seeds: reported, never used for tuning.
-        ablation_seeds: the ablations' and other peers' reported seeds.
+        ablation_seeds: the ablations' reported seeds.
         constant: what runs on the tasks without a schedule, beside the core.
         candidates: variants run on every task, at the default rate and at RPT's tuned one.
         untuned: what also runs on every task at its documented default rate.
@@ -68,7 +68,7 @@ class Suite:
             ("tune the others", lambda store: self._tuning(store, self.others, self.subset)),
             (
                 "report the others",
-                lambda store: self._reporting(store, self.others, self.subset, self.ablation_seeds),
+                lambda store: self._reporting(store, self.others, self.subset, self.seeds),
             ),
             ("tune without a schedule", lambda s: self._tuning(s, self.constant, self._flat())),
             (
