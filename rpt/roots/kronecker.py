@@ -190,7 +190,7 @@ class AutoRoots(KroneckerRoots, padding=True):
         long_side: sides longer than this (a vocabulary) get no matrix factor at all, a diagonal only.
     """
 
-    full_side: int = 256
+    full_side: int = 128
     block_size: int = 128
     long_side: int = 8192
     drift_from: Drift = "sketch"
