@@ -63,6 +63,13 @@ class ResidualPolarTransport(Optimizer):
 
     Raises:
         ValueError, TypeError: an option out of range, named with its value and its group.
+
+    Example:
+        >>> import torch, rpt
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer = rpt.ResidualPolarTransport(model.named_parameters(), lr=1e-3, weight_decay=0.01)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

@@ -171,8 +171,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("polar_prior", 1.0, 0.0, _number(0.0, 1.0, closed=True),
            "polar weight of a matrix that no observation has reached."),
     Option("polar_beta", 0.9, 0.9, _number(0.0, 1.0), "smoothing of the polar weight while it rises."),
-    Option("polar_release_beta", None, None, _number(0.0, 1.0, optional=True),
-           "smoothing while it falls; None means `polar_beta`."),
+    Option("polar_release_beta", None, None, _number(0.0, 1.0, closed=True, optional=True),
+           "smoothing while it falls; None means `polar_beta`, at 1 no observation lowers it."),
     # A whitened request is nearly flat: three steps from a tight bound do what five do from ‖u‖_F.
     Option("polar_steps", 3, 5, _positive, "Newton–Schulz steps of the polar factor."),
     Option("polar_schedule", "tight", "quintic", _choice(PolarSchedule),

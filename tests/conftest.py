@@ -1,6 +1,6 @@
 """Shared test setup: one thread (small matmuls run far slower with two on a busy machine).
 
-Makes the modules in `support` importable by all tests, under importlib mode.
+Makes the modules in `support` and `oracles` importable by all tests, under importlib mode.
 """
 
 import sys
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path[:0] = [str(Path(__file__).parent / name) for name in ("support", "oracles")]
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("default")

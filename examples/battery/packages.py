@@ -1,6 +1,6 @@
 """Other packages' matrix optimizers, each as its own documentation says.
 
-`pip install pytorch_optimizer heavyball emerging-optimizers` (the last needs Python 3.12 and absl-py).
+`pip install -e '.[bench]'` brings them (emerging-optimizers from Python 3.12 on).
 Where one is missing or fails, its runs are records with an error, and the report lists them.
 """
 

@@ -20,6 +20,11 @@ class Item:
         nbytes: bytes of its update on the wire.
         stack: parameters with the same value are updated in one batch where one rank owns several.
         together: whether all of one stack stay together (vectors, which cost next to nothing).
+
+    Example:
+        >>> from rpt.distributed import Item
+        >>> Item(cost=2.0, nbytes=48, stack=(4, 3))
+        Item(cost=2.0, nbytes=48, stack=(4, 3), together=False)
     """
 
     cost: float
@@ -37,6 +42,11 @@ class Plan:
         bucket: the collective, 0 … buckets-1, that every item's update travels in.
         buckets: how many there are.
         work: cost of every rank.
+
+    Example:
+        >>> from rpt.distributed import Plan
+        >>> Plan(owner=[0, 1, 1], bucket=[0, 0, 1], buckets=2, work=[3.0, 5.0]).balance
+        1.25
     """
 
     owner: list[int]
@@ -64,6 +74,13 @@ def make_plan(
         ranks: how many ranks share them.
         buckets: into how many collectives the updates are gathered.
         settled: item → owner for those that already have one, whose state lives there.
+
+    Example:
+        >>> from rpt.distributed import Item, make_plan
+        >>> items = [Item(cost, nbytes=48, stack=(4, 3)) for cost in (5.0, 3.0, 2.0)]
+        >>> plan = make_plan(items, ranks=2)
+        >>> plan.owner, plan.work
+        ([0, 1, 1], [5.0, 5.0])
     """
     settled = settled or {}
     owner = [-1] * len(items)

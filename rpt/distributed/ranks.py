@@ -128,7 +128,17 @@ def _mean_of_present(gradient: Tensor, present: bool, team: Team) -> Tensor:
 
 
 class OwnerRanks(_Ranks):
-    """Every matrix belongs to one rank, which keeps its state and computes its update."""
+    """Every matrix belongs to one rank, which keeps its state and computes its update.
+
+    Example:
+        >>> import torch, torch.distributed as dist, rpt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> weight = torch.nn.Parameter(torch.ones(4, 3))
+        >>> ranks = rpt.distributed.distribute("owner", rpt.RPT([weight]))
+        >>> isinstance(ranks, rpt.distributed.OwnerRanks), ranks.owns(weight)
+        (True, True)
+        >>> dist.destroy_process_group()
+    """
 
     _unsynchronised = "all ranks take the step of the one that owns the parameter"
 
@@ -236,7 +246,17 @@ class OwnerRanks(_Ranks):
 
 
 class ReplicatedRanks(_Ranks):
-    """Every rank computes every update and keeps all state; only observations are averaged."""
+    """Every rank computes every update and keeps all state; only observations are averaged.
+
+    Example:
+        >>> import torch, torch.distributed as dist, rpt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> weight = torch.nn.Parameter(torch.ones(4, 3))
+        >>> ranks = rpt.distributed.distribute("replicated", rpt.RPT([weight]))
+        >>> isinstance(ranks, rpt.distributed.ReplicatedRanks), ranks.owns(weight)
+        (True, True)
+        >>> dist.destroy_process_group()
+    """
 
     _unsynchronised = "replicas drift apart"
 

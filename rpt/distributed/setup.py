@@ -42,6 +42,14 @@ def distribute(mode: str, optimizer: Any, previous: Ownership | None = None) -> 
     Raises:
         RuntimeError: ranks that disagree about the parameters; parameters of FSDP1; a sharded
             parameter with "local"; points of a manifold cut apart; a rank that never comes.
+
+    Example:
+        >>> import torch, torch.distributed as dist, rpt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> weight = torch.nn.Parameter(torch.ones(4, 3))
+        >>> type(rpt.distributed.distribute("auto", rpt.RPT([weight]))).__name__
+        'OwnerRanks'
+        >>> dist.destroy_process_group()
     """
     groups = [group["params"] for group in optimizer.param_groups]
     every = [(g, p) for g, group in enumerate(groups) for p in group]
@@ -192,6 +200,12 @@ def report(optimizer: Any) -> dict[str, Any]:
     Returns:
         parameters and state_bytes owned here, wire_bytes sent per step, and per team the planned
         balance (largest rank's work over the mean) and number of ranks.
+
+    Example:
+        >>> import torch, rpt
+        >>> found = rpt.distributed.report(rpt.RPT([torch.nn.Parameter(torch.ones(4, 3))]))
+        >>> found["mode"], found["wire_bytes"]  # one process, before its first step
+        ('Ownership', 0)
     """
     ranks = optimizer._ranks()
     held = [value for record in optimizer.state.values() for value in record.values()]

@@ -20,6 +20,12 @@ def transport_of(optimizer: Any) -> ResidualPolarTransport:
 
     Raises:
         TypeError: there is none inside.
+
+    Example:
+        >>> import torch, rpt, rpt.integrations
+        >>> optimizer = rpt.RPT([torch.nn.Parameter(torch.ones(4, 3))])
+        >>> rpt.integrations.transport_of(optimizer) is optimizer
+        True
     """
     inner = optimizer
     while not isinstance(inner, ResidualPolarTransport):
@@ -54,6 +60,15 @@ def telemetry_scalars(
 
     Raises:
         TypeError: no `ResidualPolarTransport` inside.
+
+    Example:
+        >>> import torch, rpt, rpt.integrations
+        >>> weight = torch.nn.Parameter(torch.ones(4, 3))
+        >>> weight.grad, optimizer = torch.randn(4, 3), rpt.RPT([weight])
+        >>> optimizer.step()
+        >>> numbers = rpt.integrations.telemetry_scalars(optimizer)
+        >>> numbers["rpt/parameters"], "rpt/polar_weight" in numbers
+        (1.0, True)
     """
     return _flat(transport_of(optimizer).telemetry(), prefix, parameters)
 
@@ -71,6 +86,15 @@ def write_tensorboard(
 
     Raises:
         TypeError: no `ResidualPolarTransport` inside.
+
+    Example:
+        >>> import torch, rpt, rpt.integrations
+        >>> class Printer:  # a SummaryWriter's place
+        ...     def add_scalar(self, name, value, step):
+        ...         if name == "rpt/parameters": print(name, value, step)
+        >>> optimizer = rpt.RPT([torch.nn.Parameter(torch.ones(4, 3))])
+        >>> rpt.integrations.write_tensorboard(Printer(), optimizer, step=100)
+        rpt/parameters 0.0 100
     """
     telemetry = transport_of(optimizer).telemetry()
     for name, value in _flat(telemetry, prefix, parameters).items():

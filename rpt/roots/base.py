@@ -20,6 +20,12 @@ class Damping(NamedTuple):
         shapes: true (rows, cols) of matrices padded with zeros to the stack's shape, (b, 2); None for
             no padding. Only a backend whose `pads` says yes ever sees it.
         products: whether only matrix products may be used: decompositions wait for the host.
+
+    Example:
+        >>> import torch, rpt
+        >>> damping = rpt.roots.Damping(ridge=1e-4, absolute=torch.zeros(2))  # for two matrices
+        >>> damping.shapes is None, damping.products
+        (True, False)
     """
 
     ridge: float
@@ -34,6 +40,12 @@ class Refresh(NamedTuple):
     Attributes:
         condition: largest over smallest floored eigenvalue, the geometric mean of the two sides, (b,).
         failed: True where the previous root was kept because none could be computed, (b,).
+
+    Example:
+        >>> import torch, rpt
+        >>> done = rpt.roots.Refresh(condition=torch.ones(2), failed=torch.tensor([False, True]))
+        >>> done.failed.sum().item()
+        1
     """
 
     condition: Tensor
@@ -57,6 +69,14 @@ class RootBackend(ABC):
             that is kept tall is copied first, so that `view` works on it as on any fresh tensor.
         capturable: whether `refresh` follows `Damping.products`, and nothing here ever reads a value on
             the host.
+
+    Example:
+        >>> import rpt
+        >>> class ByAge(rpt.roots.FullRoots):
+        ...     def drift(self, state, shape, correction):
+        ...         return correction * 0  # "none": refreshed by age alone
+        >>> isinstance(ByAge(), rpt.roots.RootBackend), rpt.roots.check_backend(ByAge())
+        (True, None)
     """
 
     any_strides: bool = False
@@ -98,31 +118,6 @@ class RootBackend(ABC):
         The default says "none": roots are then refreshed by age alone.
         """
         return torch.zeros_like(correction)
-
-    def accumulate_sides(
-        self,
-        state: State,
-        gradient: Tensor,
-        beta2: float,
-        *,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
-        shapes: Tensor | None = None,
-    ) -> None:
-        """`accumulate`, with second moments measured by an observer in place of the gradient's own.
-
-        A side that is None is estimated from the gradient, as `accumulate` does; where both are given the
-        gradient is not looked at.
-
-        Args:
-            left: symmetric positive semidefinite, (b, rows, rows); of the output cotangents Δ (B, rows)
-                of a linear layer it is B·ΔᵀΔ.
-            right: likewise, (b, cols, cols); of its activations X it is XᵀX / B.
-
-        Raises:
-            NotImplementedError: a backend that does not offer it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} takes no observed second moments")
 
     def pads(self, rows: int, cols: int) -> bool:
         """Whether smaller matrices may share a (rows, cols) stack, padded with zeros.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,7 +17,16 @@ _BETA2 = 0.9
 
 
 class BackendError(AssertionError):
-    """A root backend broke the contract; `problems` lists every breach found."""
+    """A root backend broke the contract; `problems` lists every breach found.
+
+    Example:
+        >>> import rpt
+        >>> class Deaf(rpt.roots.NoRoots):
+        ...     def accumulate(self, state, gradient, beta2, shapes=None): pass
+        >>> try: rpt.roots.check_backend(Deaf())
+        ... except rpt.roots.BackendError as error: print(error.problems[0])
+        (1, 1) float32: accumulate changes nothing
+    """
 
     def __init__(self, backend: RootBackend, problems: list[str]) -> None:
         self.problems = problems
@@ -35,6 +44,10 @@ def check_backend(backend: RootBackend) -> None:
     Raises:
         TypeError: `backend` is no `RootBackend` instance.
         BackendError: with one line for everything that is wrong.
+
+    Example:
+        >>> import rpt
+        >>> rpt.roots.check_backend(rpt.roots.BlockedRoots(4))  # silent: nothing is wrong
     """
     if not isinstance(backend, RootBackend):
         raise TypeError(
@@ -90,7 +103,6 @@ def _run(
     *,
     shapes: Tensor | None = None,
     products: bool = False,
-    accumulate: Callable[[State, Tensor], None] | None = None,
     watch: AbstractContextManager[Any] | None = None,
 ) -> tuple[State, Tensor, Refresh]:
     """Feed gradients (steps, b, rows, cols); the state, the last request, the last refresh."""
@@ -101,10 +113,7 @@ def _run(
     padded = () if shapes is None else (shapes,)
     with watch or nullcontext():
         for gradient, correction in zip(gradients, corrections, strict=True):
-            if accumulate is not None:
-                accumulate(state, gradient)
-            else:
-                backend.accumulate(state, gradient, _BETA2, *padded)
+            backend.accumulate(state, gradient, _BETA2, *padded)
             refreshed = backend.refresh(state, (rows, cols), correction, damping)
         return state, backend.apply(state, gradients[-1]), refreshed
 
@@ -262,25 +271,6 @@ def _pads(trial: _Trial) -> Iterator[str]:
             yield f"pads: crop copies {key!r}: it must return a view"
 
 
-def _accumulate_sides(trial: _Trial) -> Iterator[str]:
-    backend, (rows, cols) = trial.backend, trial.request.shape[-2:]
-    if type(backend).accumulate_sides is RootBackend.accumulate_sides:
-        return
-    for given in (("left", "right"), ("left",), ("right",)):
-
-        def accumulate(state: State, gradient: Tensor, given: tuple[str, ...] = given) -> None:
-            own = {"left": gradient @ gradient.mT / cols, "right": gradient.mT @ gradient / rows}
-            # With both sides given the gradient has no say.
-            seen = torch.full_like(gradient, torch.nan) if len(given) == 2 else gradient
-            backend.accumulate_sides(state, seen, _BETA2, **{name: own[name] for name in given})
-
-        if not trial.same(_run(backend, trial.gradients, accumulate=accumulate)[1]):
-            yield (
-                f"accumulate_sides: the gradient's own covariance given as {' and '.join(given)} does "
-                "not give the request of accumulate"
-            )
-
-
 def _without_drift(trial: _Trial) -> Iterator[str]:
     light = trial.backend.without_drift()
     if not isinstance(light, RootBackend):
@@ -291,5 +281,5 @@ def _without_drift(trial: _Trial) -> Iterator[str]:
 
 _CHECKS = (
     *(_metric, _failures),
-    *(_any_strides, _capturable, _pads, _accumulate_sides, _without_drift),
+    *(_any_strides, _capturable, _pads, _without_drift),
 )

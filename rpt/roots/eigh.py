@@ -136,6 +136,12 @@ def inverse_root(
         ridge: relative floor of the eigenvalues.
         absolute: absolute floor, a float or (b,).
         sizes: true size of each matrix that is padded with zero rows and columns, (b,).
+
+    Example:
+        >>> import torch, rpt
+        >>> covariance = torch.diag(torch.tensor([4.0, 16.0]))[None]
+        >>> rpt.roots.inverse_root(covariance, power=-0.5).root[0].diag()
+        tensor([0.5000, 0.2500])
     """
     if matrix.ndim == 2:
         single = inverse_root(matrix.unsqueeze(0), power, ridge=ridge, absolute=absolute)

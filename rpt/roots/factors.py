@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Damping, Refresh, State
 from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
-from .packed import lower, pack, packed_length, relative_change_packed, traced_places, unpack
+from .packed import lower, packed_length, relative_change_packed, traced_places, unpack
 
 # The number of probe columns whose images stand in for a reference copy when drift is estimated.
 PROBES = 4
@@ -25,9 +25,9 @@ PROBES = 4
 class Side(Protocol):
     """What a side does; all tensors carry the batch first.
 
-    `accumulate` does A <- β2 A + weight · G Gᵀ with a number, or a (b, 1, 1) tensor where zeros pad G;
-    `absorb` adds a second moment (b, size, size) measured elsewhere. `apply` multiplies the rows of a
-    gradient (b, size, other), or, `right`, the columns of one (b, other, size).
+    `accumulate` does A <- β2 A + weight · G Gᵀ with a number, or a (b, 1, 1) tensor where zeros pad G.
+    `apply` multiplies the rows of a gradient (b, size, other), or, `right`, the columns of one
+    (b, other, size).
     """
 
     def create(self, name: str, batch: int, size: int, other: int, like: Tensor) -> State: ...
@@ -37,8 +37,6 @@ class Side(Protocol):
     def accumulate(
         self, state: State, name: str, gradient: Tensor, beta2: float, weight: float | Tensor
     ) -> None: ...
-
-    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None: ...
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor: ...
 
@@ -125,7 +123,7 @@ class BlockSide:
 
     @staticmethod
     def _add(factor: Tensor, part: Tensor, beta2: float, weight: float | Tensor) -> None:
-        # `pack`, whose places are kept: of all there is in a step, this is called most.
+        # The lower triangles, whose places are kept: of all there is in a step, this is called most.
         below = traced_places.get(part.shape[-2])
         if below is None:
             below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
@@ -135,12 +133,6 @@ class BlockSide:
             factor.mul_(beta2).addcmul_(square, weight)
         else:
             factor.mul_(beta2).add_(square, alpha=weight)
-
-    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
-        for suffix, first, blocks, rows in self.pieces(moment.shape[-1]):
-            for k in range(blocks):
-                part = slice(first + k * rows, first + (k + 1) * rows)
-                state[name + suffix][:, k].lerp_(pack(moment[:, part, part]), 1.0 - beta2)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         if self.drift_from == "age":
@@ -245,14 +237,7 @@ class DiagonalSide:
         self, state: State, name: str, gradient: Tensor, beta2: float, weight: float | Tensor
     ) -> None:
         # Sums of squares along the rows, without a squared copy of the gradient.
-        self._add(state, name, torch.linalg.vector_norm(gradient, dim=-1).square(), beta2, weight)
-
-    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
-        self._add(state, name, moment.diagonal(dim1=-2, dim2=-1), beta2, 1.0 - beta2)
-
-    def _add(
-        self, state: State, name: str, diagonal: Tensor, beta2: float, weight: float | Tensor
-    ) -> None:
+        diagonal = torch.linalg.vector_norm(gradient, dim=-1).square()
         if self.shared:
             diagonal = diagonal.mean(-1, keepdim=True)
         state[f"{name}_diagonal"].mul_(beta2).add_(diagonal * weight)

@@ -23,6 +23,12 @@ class KroneckerRoots(RootBackend):
 
     Padding is promised by a class for itself (`class Mine(KroneckerRoots, padding=True)`) and not
     handed down: a subclass that overrides a method may count on the shapes it is shown.
+
+    Example:
+        >>> import rpt
+        >>> backend = rpt.roots.resolve_roots("blocked")
+        >>> isinstance(backend, rpt.roots.KroneckerRoots), backend.describe()
+        (True, "blocked(block_size=128, drift_from='exact')")
     """
 
     any_strides = True
@@ -47,33 +53,14 @@ class KroneckerRoots(RootBackend):
     def accumulate(
         self, state: State, gradient: Tensor, beta2: float, shapes: Tensor | None = None
     ) -> None:
-        self.accumulate_sides(state, gradient, beta2, shapes=shapes)
-
-    def accumulate_sides(
-        self,
-        state: State,
-        gradient: Tensor,
-        beta2: float,
-        *,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
-        shapes: Tensor | None = None,
-    ) -> None:
         rows, cols = gradient.shape[-2:]
         # Each side divides by the other's true length.
         by_rows: float | Tensor = (1.0 - beta2) / rows
         by_cols: float | Tensor = (1.0 - beta2) / cols
         if shapes is not None:
             by_rows, by_cols = ((1.0 - beta2) / shapes).view(-1, 2, 1, 1).unbind(1)
-        for name, measured, own, size, other, weight in (
-            ("left", left, gradient, rows, cols, by_cols),
-            ("right", right, gradient.mT, cols, rows, by_rows),
-        ):
-            side = self.side(size, other)
-            if measured is None:
-                side.accumulate(state, name, own, beta2, weight)
-            else:
-                side.absorb(state, name, measured, beta2)
+        self.side(rows, cols).accumulate(state, "left", gradient, beta2, by_cols)
+        self.side(cols, rows).accumulate(state, "right", gradient.mT, beta2, by_rows)
 
     def drift(self, state: State, shape: tuple[int, int], correction: Tensor) -> Tensor:
         rows, cols = shape
@@ -133,6 +120,11 @@ class FullRoots(KroneckerRoots, padding=True):
     Attributes:
         drift_from: what drift is measured from where a threshold asks for it: "exact" (a copy of
             each factor at the last refresh), "sketch" (its image under four probes) or "age" (never).
+
+    Example:
+        >>> import torch, rpt
+        >>> weight = torch.nn.Parameter(torch.ones(4, 3))
+        >>> optimizer = rpt.RPT([weight], roots=rpt.roots.FullRoots(drift_from="sketch"))
     """
 
     drift_from: Drift = "exact"
@@ -148,6 +140,12 @@ class BlockedRoots(KroneckerRoots, padding=True):
     Attributes:
         block_size: one block covers a side no longer than this, and then equals `FullRoots`.
         drift_from: as in `FullRoots`.
+
+    Example:
+        >>> import rpt
+        >>> full, blocked = rpt.roots.FullRoots(), rpt.roots.BlockedRoots(block_size=64)
+        >>> full.state_bytes(256, 1024) // blocked.state_bytes(256, 1024)
+        13
     """
 
     block_size: int = 128
@@ -166,6 +164,11 @@ class LowRankRoots(KroneckerRoots):
 
     Attributes:
         rank: number of eigenpairs; a side no longer than this is represented exactly.
+
+    Example:
+        >>> import rpt
+        >>> rpt.roots.LowRankRoots(rank=8).state_bytes(256, 1024)
+        82064
     """
 
     # Its Nyström step is a decomposition.
@@ -188,6 +191,11 @@ class AutoRoots(KroneckerRoots, padding=True):
         full_side: sides up to this length get one dense factor.
         block_size: longer sides get blocks of at most this.
         long_side: sides longer than this (a vocabulary) get no matrix factor at all, a diagonal only.
+
+    Example:
+        >>> import rpt
+        >>> rpt.roots.AutoRoots(long_side=4096).state_bytes(256, 50_000)  # words: a diagonal
+        797824
     """
 
     full_side: int = 128
@@ -208,7 +216,13 @@ class AutoRoots(KroneckerRoots, padding=True):
 
 @dataclass(frozen=True)
 class NoRoots(KroneckerRoots):
-    """No metric: only the request's scale is normalised (an ablation)."""
+    """No metric: only the request's scale is normalised (an ablation).
+
+    Example:
+        >>> import rpt
+        >>> rpt.roots.NoRoots().state_bytes(256, 1024)
+        16
+    """
 
     def side(self, size: int, other: int) -> Side:
         return DiagonalSide(shared=True)
@@ -236,6 +250,11 @@ def resolve_roots(spec: str | RootBackend) -> RootBackend:
     Raises:
         TypeError: neither text nor a `RootBackend`.
         ValueError: a name or option that no built-in backend has.
+
+    Example:
+        >>> import rpt
+        >>> rpt.roots.resolve_roots("low_rank(rank=64)")
+        LowRankRoots(rank=64)
     """
     if isinstance(spec, RootBackend):
         return spec

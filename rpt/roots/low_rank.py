@@ -52,12 +52,6 @@ class LowRankSide:
         square = torch.linalg.vector_norm(gradient, dim=(-2, -1)).square()
         state[f"{name}_trace"].mul_(beta2).add_(square * weight)
 
-    def absorb(self, state: State, name: str, moment: Tensor, beta2: float) -> None:
-        basis = state[f"{name}_basis"]
-        state[f"{name}_sketch"].baddbmm_(moment, basis, beta=beta2, alpha=1.0 - beta2)
-        trace = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
-        state[f"{name}_trace"].lerp_(trace, 1.0 - beta2)
-
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         core = state[f"{name}_basis"].mT @ state[f"{name}_sketch"] / correction.view(-1, 1, 1)
         return relative_change(core, torch.diag_embed(state[f"{name}_eigenvalues"]))

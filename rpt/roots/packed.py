@@ -45,12 +45,6 @@ def fake_mode(tensor: Tensor) -> object:
     return getattr(tensor, "fake_mode", None)
 
 
-def pack(matrix: Tensor) -> Tensor:
-    """(b, n, n) symmetric -> (b, n(n+1)/2); only the lower triangle is read."""
-    below, _ = lower(matrix.shape[-1], matrix.device, fake_mode(matrix))
-    return matrix.flatten(1).index_select(1, below)
-
-
 def unpack(packed: Tensor, size: int) -> Tensor:
     """(b, n(n+1)/2) -> (b, n, n), exactly symmetric."""
     below, above = lower(size, packed.device, fake_mode(packed))

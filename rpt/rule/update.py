@@ -244,10 +244,12 @@ def update_polar_weight(weight: Scalars, rank: Scalars, rule: Rule, numbers: Num
         numbers: how they are kept.
     """
     target = 1.0 - rank
+    rising, falling = (
+        beta * weight + (1.0 - beta) * target
+        for beta in (rule.polar_beta, rule.polar_release_beta)
+    )
     # A NaN is below nothing, and what becomes of it is not used.
-    falls = target < weight
-    beta = rule.polar_beta + falls * (rule.polar_release_beta - rule.polar_beta)
-    moved = beta * weight + (1.0 - beta) * target
+    moved = numbers.where(target < weight, falling, rising)
     return numbers.cast(numbers.where(rank == rank, moved, weight), numbers.dtype)
 
 

@@ -23,6 +23,11 @@ class CostModel:
         element: everything elementwise in the rule, per entry.
         call: fixed cost of a matrix; a vector, many of which share one call, costs a thirtieth.
         staleness: steps between two refreshes of a root.
+
+    Example:
+        >>> from rpt.distributed import CostModel
+        >>> CostModel().matrix(256, 1024) > CostModel().vector(256 * 1024)
+        True
     """
 
     eigh: float = 11.0

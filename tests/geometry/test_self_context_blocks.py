@@ -1,6 +1,8 @@
 """ContextMLP and ContextTransformerBlock: structure, boundaries, masks, compilation."""
 
+import numpy as np
 import pytest
+import self_context_oracle as oracle
 import torch
 from rpt.geometry.self_context import LELU, ContextMLP, ContextTransformerBlock, SoftEikonalLinear
 from rpt.observers.protocol import ObservableModel, declared_sites
@@ -15,22 +17,6 @@ def _block(**options):
 def _tokens(*leading, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*leading, 12, dtype=torch.float64, generator=generator)
-
-
-def _reference(block, x, allowed):
-    """One sequence (tokens, 12) by loops over heads and queries; allowed: (tokens, tokens)."""
-    h = block.norm1(x)
-    q, k, v = (block.qkv(h) @ torch.eye(36, dtype=x.dtype)).split(12, dim=-1)
-    mixed = torch.zeros_like(x)
-    for head in range(3):
-        part = slice(4 * head, 4 * head + 4)
-        for i in range(len(x)):
-            keys = allowed[i].nonzero().flatten()
-            if len(keys):
-                weight = torch.softmax(k[keys, part] @ q[i, part] / 2.0, dim=0)
-                mixed[i, part] = weight @ v[keys, part]
-    x = x + mixed @ block.attention_output.weight.T
-    return x + block.context_down(LELU()(block.context_up(block.norm2(x))))
 
 
 def test_mlp_is_the_chain_it_says():
@@ -70,8 +56,10 @@ def test_block_matches_loops_over_heads_and_queries(causal, additive):
             mask = torch.zeros(5, 5, dtype=x.dtype).masked_fill(~allowed, float("-inf"))
     if causal:
         allowed = allowed.tril()
-    expected = torch.stack([_reference(block, row, allowed) for row in x])
-    torch.testing.assert_close(block(x, mask), expected, rtol=1e-9, atol=1e-10)
+    expected = [oracle.transformer_block(block, row.numpy(), allowed.numpy()) for row in x]
+    torch.testing.assert_close(
+        block(x, mask), torch.tensor(np.stack(expected)), rtol=1e-9, atol=1e-10
+    )
 
 
 def test_mask_per_sample_and_head():

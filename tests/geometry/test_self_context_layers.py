@@ -5,55 +5,11 @@ import math
 
 import numpy as np
 import pytest
+import self_context_oracle as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rpt.geometry.self_context import LELU, SoftEikonalLinear
-from scipy.special import expit
-
-
-def _array(tensor):
-    return tensor.detach().double().numpy()
-
-
-def _affine(linear, x):
-    return _array(linear.weight) @ x + _array(linear.bias)
-
-
-def _oracle(layer, x, size=None):
-    """One sample x (n_in,) in numpy float64, loops and all. `size` overrides the detached RMS."""
-    rank, frames = layer.rank, _array(layer.primitive)
-
-    def lelu(z):
-        return z * expit(math.pi * z / math.sqrt(3))
-
-    def allocate(point):
-        factor = _affine(layer.metric, point).reshape(rank, rank)
-        metric = factor @ factor.T / rank
-        projections = [frame @ point for frame in frames]
-        cost = np.array([p @ metric @ p for p in projections])
-        response = []
-        for c, p in zip(cost, projections, strict=True):
-            evidence = np.array(
-                [np.log1p(c), np.log1p(np.mean(p**2)), np.mean(p), np.log1p(np.mean(np.abs(p)))]
-            )
-            response.append(_affine(layer.response[2], lelu(_affine(layer.response[0], evidence))))
-        logits = np.array(response)[:, 0] - cost / (cost.mean() + 1e-5)
-        weight = np.exp(logits / layer.temperature)
-        return projections, weight / weight.sum()
-
-    size = np.sqrt(np.mean(x**2)) if size is None else size
-    projections, weight = allocate(x)
-    for _ in range(layer.context_steps):
-        lifted = sum(
-            w * (p @ frame) for w, p, frame in zip(weight, projections, frames, strict=True)
-        )
-        lifted = lifted / rank
-        context = lifted * max(size, 1e-6) / max(np.sqrt(np.mean(lifted**2)), 1e-6)
-        projections, weight = allocate(x + layer.self_context_strength * context)
-    pooled = sum(w * p for w, p in zip(weight, projections, strict=True))
-    scale = np.log1p(np.exp(_array(layer.scale)[0]))
-    return _affine(layer.base, x) + scale * pooled @ _array(layer.shared)
 
 
 def _layer(**options):
@@ -66,8 +22,7 @@ def _layer(**options):
 
 def test_lelu_is_the_logistic_gate_of_unit_variance():
     x = torch.linspace(-9, 9, 181, dtype=torch.float64)
-    expected = x.numpy() * expit(math.pi * x.numpy() / math.sqrt(3))
-    np.testing.assert_allclose(LELU()(x).numpy(), expected, rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(LELU()(x).numpy(), oracle.lelu(x.numpy()), rtol=1e-13, atol=1e-15)
     # The gate is a cumulative distribution; its variance is ∫ t² gate'(t) dt = 1.
     t = torch.linspace(-40, 40, 200_001, dtype=torch.float64)
     density = torch.gradient(torch.sigmoid(math.pi / math.sqrt(3) * t), spacing=(t,))[0]
@@ -96,8 +51,8 @@ def test_lelu_stays_finite_at_the_end_of_the_range(dtype):
 def test_forward_matches_the_oracle(strength, temperature, steps, magnitude, seed):
     layer = _layer(self_context_strength=strength, temperature=temperature, context_steps=steps)
     x = magnitude * torch.randn(3, 7, generator=torch.Generator().manual_seed(seed)).double()
-    expected = np.stack([_oracle(layer, row.numpy()) for row in x])
-    np.testing.assert_allclose(_array(layer(x)), expected, rtol=1e-9, atol=1e-10 * magnitude)
+    expected = np.stack([oracle.soft_eikonal(layer, row.numpy()) for row in x])
+    np.testing.assert_allclose(oracle.array(layer(x)), expected, rtol=1e-9, atol=1e-10 * magnitude)
 
 
 @pytest.mark.parametrize("leading", [(), (4,), (2, 3), (2, 1, 3), (0,), (2, 0)])
@@ -146,7 +101,7 @@ def test_gradient_is_exact_but_for_the_detached_rms(steps):
         for sign in (1, -1):
             moved = base.copy()
             moved[i] += sign * h
-            ends.append(cotangent.numpy() @ _oracle(layer, moved, size))
+            ends.append(cotangent.numpy() @ oracle.soft_eikonal(layer, moved, size))
         return (ends[0] - ends[1]) / (2 * h)
 
     held = np.array([slope(i, frozen) for i in range(7)])

@@ -56,6 +56,25 @@ def test_declared_sites_adapt_and_the_rest_keep_the_prior():
     assert rank == pytest.approx(float(entropy_rank(hidden, delta)), abs=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["hook", "compiled"])
+def test_observations_that_may_not_lower_a_weight_change_no_bit_of_training(strategy):
+    """Ranks are recorded; `polar_release_beta=1` keeps every weight at its prior of 1."""
+    plain, unattached = make(polar_release_beta=1.0)
+    train(plain, unattached, range(30))
+    model, optimizer = make(polar_release_beta=1.0)
+    sites = optimizer.attach_model(model, lambda m: isinstance(m, nn.Linear), strategy=strategy)
+    train(model, optimizer, range(30))
+    assert equal_weights(model, plain)
+    ranks = [
+        float(optimizer.state[p]["residual_entropy_rank"]) for p in model.parameters() if p.ndim == 2
+    ]
+    assert sum(0 < rank < 1 for rank in ranks) >= len(sites)
+    adapting, usual = make()
+    usual.attach_model(adapting, lambda m: isinstance(m, nn.Linear), strategy=strategy)
+    train(adapting, usual, range(30))
+    assert not equal_weights(adapting, plain)
+
+
 def test_derived_sites_attach():
     model, optimizer = make()
     sites = derive_sites(model, batch(0))

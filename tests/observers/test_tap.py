@@ -31,7 +31,9 @@ def tapped(strategy, model=None):
     return model, stage
 
 
-def oracle(net: Net, x: torch.Tensor, loss=lambda y: y.square().mean()) -> tuple[float, float]:
+def ranks_by_autograd(
+    net: Net, x: torch.Tensor, loss=lambda y: y.square().mean()
+) -> tuple[float, float]:
     """Both layers' ranks, from cotangents that plain autograd hands out."""
     hidden = net.a(x)
     act = torch.tanh(hidden)
@@ -44,7 +46,7 @@ def check(net: Net, stage: ObservationStage, batches, count=None, tolerance=1e-6
     committed = stage.commit()
     plain = Net()
     plain.load_state_dict(net.state_dict())
-    expected = torch.tensor([oracle(plain, x) for x in batches]).mean(0)
+    expected = torch.tensor([ranks_by_autograd(plain, x) for x in batches]).mean(0)
     for weight, rank in zip((net.a.weight, net.b.weight), expected, strict=True):
         assert float(committed.ranks[weight]) == pytest.approx(float(rank), abs=tolerance)
         assert committed.counts[weight] == (count or len(batches))

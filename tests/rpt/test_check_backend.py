@@ -81,16 +81,9 @@ class Complete(Minimal):
         return state | roots
 
     def accumulate(self, state, gradient, beta2, shapes=None):
-        self.accumulate_sides(state, gradient, beta2, shapes=shapes)
-
-    def accumulate_sides(self, state, gradient, beta2, *, left=None, right=None, shapes=None):
         rows, cols = gradient.shape[-2:] if shapes is None else shapes.T[:, :, None]
-        row = left.diagonal(dim1=1, dim2=2) if left is not None else gradient.square().sum(2) / cols
-        col = (
-            right.diagonal(dim1=1, dim2=2) if right is not None else gradient.square().sum(1) / rows
-        )
-        state["row"].lerp_(row, 1 - beta2)
-        state["col"].lerp_(col, 1 - beta2)
+        state["row"].lerp_(gradient.square().sum(2) / cols, 1 - beta2)
+        state["col"].lerp_(gradient.square().sum(1) / rows, 1 - beta2)
 
     def refresh(self, state, shape, correction, damping):
         failed = torch.zeros_like(correction, dtype=torch.bool)
@@ -218,12 +211,6 @@ def _padded_count(self, state, gradient, beta2, shapes=None):
     Complete.accumulate(self, state, gradient, beta2)
 
 
-def _mirrored(self, state, gradient, beta2, *, left=None, right=None, shapes=None):
-    if right is not None:
-        right = 2 * right
-    Complete.accumulate_sides(self, state, gradient, beta2, left=left, right=right, shapes=shapes)
-
-
 @pytest.mark.parametrize(
     ("methods", "says"),
     [
@@ -234,7 +221,6 @@ def _mirrored(self, state, gradient, beta2, *, left=None, right=None, shapes=Non
         ({"crop": lambda self, key, value, rows, cols: Complete().crop(key, value, rows, cols).clone()},
          "it must return a view"),
         ({"apply": lambda self, s, g: Complete().apply(s, g) + 1e-9}, "not zero where the gradient is"),
-        ({"accumulate_sides": _mirrored}, "covariance given as right does not give the request"),
         ({"without_drift": lambda self: None}, "without_drift returns a NoneType"),
         ({"without_drift": lambda self: Minimal()}, "the backend it returns gives another request"),
     ],

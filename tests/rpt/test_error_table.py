@@ -13,15 +13,31 @@ from rpt import observers
 TABLE = Path(__file__).parents[2] / "docs" / "errors.md"
 
 
+def speaks(node):
+    """Whether it raises or warns, or makes words for what does: returned, or a constant of the module."""
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper()
+    function = getattr(node, "func", None)
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    return isinstance(node, (ast.Raise, ast.Return)) or "warn" in name
+
+
+def literals(tree):
+    """String literals, f-strings with their holes left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(v.value for v in node.values if isinstance(v, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 def spoken():
-    """All string literals of the optimizer and the observers, f-strings with their holes left out."""
+    """What the optimizer and the observers raise or warn of; no docstring is among it."""
     for package in (rpt, observers):
         for path in Path(package.__file__).parent.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    yield "".join(v.value for v in node.values if isinstance(v, ast.Constant))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
+                if speaks(node):
+                    yield from literals(node)
 
 
 def composed():

@@ -1,9 +1,8 @@
 """Root backends against fractional matrix powers in float64 and at sixty digits."""
 
-import mpmath
+import inverse_root_oracle as oracle
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from rpt.roots import (
     FullRoots,
     LowRankRoots,
     NoRoots,
-    RootBackend,
     inverse_root,
     resolve_roots,
 )
@@ -47,22 +45,11 @@ def run(backend, grads, refreshes="all", ridge=RIDGE):
 
 
 def covariances(grads):
-    """The corrected factors of one matrix, by the specification's recurrence."""
-    _, _, rows, cols = grads.shape
-    left, right = np.zeros((rows, rows)), np.zeros((cols, cols))
-    for g in grads[:, 0].double().numpy():
-        left = BETA2 * left + (1 - BETA2) * g @ g.T / cols
-        right = BETA2 * right + (1 - BETA2) * g.T @ g / rows
-    correction = 1 - BETA2 ** len(grads)
-    return left / correction, right / correction
+    return oracle.covariances(grads[:, 0].double().numpy(), BETA2)
 
 
-def floored_root(matrix, power=-0.25, ridge=RIDGE):
-    """V max(Λ, floor)^power Vᵀ with scipy's solver and its fractional power."""
-    values, vectors = scipy.linalg.eigh(matrix)
-    floor = ridge * np.maximum(values, 0).mean()
-    lifted = (vectors * np.maximum(values, floor)) @ vectors.T
-    return scipy.linalg.fractional_matrix_power(lifted, power).real
+def floored_root(matrix):
+    return oracle.floored_root(matrix, ridge=RIDGE)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (3, 5), (6, 6), (4, 17)])
@@ -80,13 +67,7 @@ def test_inverse_root_at_sixty_digits():
     values = torch.tensor([1e-3, 0.2, 1.0, 30.0, 500.0], dtype=torch.float64)
     matrix = (basis * values) @ basis.T
     matrix = 0.5 * (matrix + matrix.T)
-    with mpmath.workdps(60):
-        exact = mpmath.eigsy(mpmath.matrix(matrix.tolist()))
-        lifted = mpmath.diag([value ** mpmath.mpf("-0.25") for value in exact[0]])
-        root = exact[1] * lifted * exact[1].T
-        expected = torch.tensor(
-            [[float(root[i, j]) for j in range(5)] for i in range(5)], dtype=torch.float64
-        )
+    expected = torch.tensor(oracle.root_at_sixty_digits(matrix, -0.25))
     wide = inverse_root(matrix, ridge=0.0).root
     assert ((wide - expected).abs().max() / expected.abs().max()).item() < 1e-10
     narrow = inverse_root(matrix.float(), ridge=0.0).root
@@ -208,70 +189,6 @@ def test_no_roots_only_normalises_the_scale():
     torch.testing.assert_close(ratio, ratio[:, :1, :1].expand_as(ratio))
     _, larger, _ = run(NoRoots(), 1000 * grads)
     torch.testing.assert_close(larger, request)
-
-
-def observed(rows, cols, steps=4, samples=40):
-    """Activations (samples, cols) and cotangents (samples, rows) of some steps, float64."""
-    generator = torch.Generator().manual_seed(9)
-    for _ in range(steps):
-        mix = torch.randn(cols, rows, generator=generator, dtype=torch.float64)
-        x = torch.randn(samples, cols, generator=generator, dtype=torch.float64)
-        noise = torch.randn(samples, rows, generator=generator, dtype=torch.float64)
-        yield x, (x @ mix + noise) / samples
-
-
-@pytest.mark.parametrize("given", ["both", "activations", "cotangents"])
-@pytest.mark.parametrize(
-    ("backend", "blocks"),
-    [
-        (FullRoots(), (6, 9)),
-        (BlockedRoots(4), (3, 3)),
-        (LowRankRoots(9), (6, 9)),
-        (AutoRoots(full_side=6, long_side=8), (6, 1)),
-    ],
-)
-def test_observed_second_moments_take_the_place_of_the_gradients_own(backend, blocks, given):
-    """R <- b2 R + (1-b2) XtX/B and L <- b2 L + (1-b2) B DtD, in NumPy and float64."""
-    rows, cols = 6, 9
-    left, right = np.zeros((rows, rows)), np.zeros((cols, cols))
-    state = backend.create(1, rows, cols, dtype=torch.float64, device=torch.device("cpu"))
-    for t, (x, delta) in enumerate(observed(rows, cols), 1):
-        gradient = delta.mT @ x
-        moments = {"right": x.mT @ x / len(x), "left": len(x) * delta.mT @ delta}
-        use = {"both": ("left", "right"), "activations": ("right",), "cotangents": ("left",)}[given]
-        sides = {name: moments[name][None] for name in use}
-        backend.accumulate_sides(state, gradient[None], BETA2, **sides)
-        own = {"left": gradient @ gradient.mT / cols, "right": gradient.mT @ gradient / rows}
-        new = {name: (moments if name in use else own)[name].numpy() for name in own}
-        left = BETA2 * left + (1 - BETA2) * new["left"]
-        right = BETA2 * right + (1 - BETA2) * new["right"]
-        correction = 1 - BETA2**t
-        damping = Damping(RIDGE, torch.zeros(1, dtype=torch.float64))
-        backend.refresh(state, (rows, cols), torch.tensor([correction]).double(), damping)
-
-    def root(matrix, block):
-        out = np.zeros_like(matrix)
-        for k in range(0, len(matrix), block):
-            part = slice(k, k + block)
-            floor = RIDGE * np.trace(matrix) / len(matrix) if block == 1 else None
-            if floor is not None:
-                out[part, part] = max(matrix[k, k], floor) ** -0.25
-            else:
-                out[part, part] = floored_root(matrix[part, part])
-        return out
-
-    factors = [root(m / correction, b) for m, b in zip((left, right), blocks, strict=True)]
-    expected = factors[0] @ gradient.numpy() @ factors[1]
-    request = backend.apply(state, gradient[None])[0].numpy()
-    np.testing.assert_allclose(request, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
-
-
-def test_a_backend_without_observed_sides_says_so():
-    class Own(FullRoots):
-        accumulate_sides = RootBackend.accumulate_sides
-
-    with pytest.raises(NotImplementedError, match="Own takes no observed second moments"):
-        Own().accumulate_sides({}, torch.zeros(1, 2, 2), 0.9)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Transport, closure and certificate against the specification's formulas written out in float64."""
 
+import minimal_rotation_oracle as oracle
 import numpy as np
 import pytest
 import torch
@@ -20,30 +21,6 @@ from rpt.rule.transport import (
 
 TAU = 1e-7
 TENSORS = numbers_of(torch.float64, False)
-
-
-def oracle(m, stored, p, t, beta1=0.9, tau=TAU):
-    """One parameter's sections 2 and 3, line by line, in numpy float64: m, h₋, u, q, ρ."""
-    n = np.linalg.norm(p)
-    h = p / max(n, tau)
-    have = np.linalg.norm(stored) > 0.5
-    q, rho = 1.0, 1.0
-    new_stored = h
-    if n <= tau:
-        rho, h, new_stored = 0.0, np.zeros_like(p), stored
-    elif have:
-        q = float(np.clip(stored @ h, -1, 1))
-        rho = float(np.clip(q, 0, 1))
-        if 1 + q > tau:
-            a = m @ stored
-            z = m - a * stored
-            carried = a * h + z - (z @ h) / (1 + q) * (stored + h)
-            across = carried - (carried @ h) * h
-            m = (1 - rho) * m + rho * ((carried @ h) * h + rho * across)
-    m = beta1 * m + (1 - beta1) * p
-    mean = m / (1 - beta1**t)
-    u = beta1 * mean + (1 - beta1) * p + rho * beta1 * (n - mean @ h) * h
-    return m, new_stored, u, q, rho
 
 
 def vectors(seed, count=3, n=12):
@@ -91,7 +68,9 @@ def test_carry_follows_the_formulas(kind, dtype):
     elif kind == "first":
         stored = torch.zeros_like(stored)
     frame, carried, following = through_library(m.to(dtype), stored.to(dtype), p.to(dtype), 4)
-    expected = oracle(m[0].numpy(), stored[0].numpy(), p[0].numpy(), 4)
+    expected = oracle.transported(
+        m[0].numpy(), stored[0].numpy(), p[0].numpy(), 4, beta1=0.9, tau=TAU
+    )
     accuracy = 1e-12 if dtype == torch.float64 else 1e-5
     for actual, wanted in zip(
         (carried.momentum, following, carried.update), expected[:3], strict=True

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import struct
 
 import torch
 
@@ -15,11 +16,11 @@ def snapshot(optimizer):
 
 
 def assert_bitwise(left, right, where="root"):
-    """Types, dtypes, keys and every bit."""
+    """Types, dtypes, shapes, keys and every bit: -0 is not 0, and a NaN is itself."""
     assert type(left) is type(right), where
     if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype, where
-        assert torch.equal(left, right), where
+        assert (left.dtype, left.shape) == (right.dtype, right.shape), where
+        assert bits(left) == bits(right), where
     elif isinstance(left, dict):
         assert left.keys() == right.keys(), where
         for key in left:
@@ -28,8 +29,15 @@ def assert_bitwise(left, right, where="root"):
         assert len(left) == len(right), where
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
             assert_bitwise(a, b, f"{where}[{i}]")
+    elif isinstance(left, float):
+        assert struct.pack("d", left) == struct.pack("d", right), where
     else:
         assert left == right, where
+
+
+def bits(tensor):
+    """The bytes of a tensor's elements, in order."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def through_a_file(state):

@@ -2,75 +2,12 @@
 contracts.
 """
 
-import math
-
 import numpy as np
 import pytest
+import rt_attention_oracle as oracle
 import torch
 from rpt.geometry.rt_filter import PolarAttention, RobustFilterAttention
 from torch.nn import functional as F
-
-
-def to_complex(x):
-    return x[..., 0::2] + 1j * x[..., 1::2]
-
-
-def polar_oracle(layer, x, times):
-    """Algorithm 1 with the specification's resolutions, pair by pair, in complex NumPy."""
-    p = {k: v.detach().double().numpy() for k, v in layer.filter_scalars()._asdict().items()}
-    alpha = layer.directional_step().detach().double().numpy()
-    beta = layer.radial_step().detach().double().numpy()
-    omega = layer.frequencies().detach().double().numpy()
-    heads, d = layer.num_heads, layer.head_dim
-    r, gain = math.sqrt(d), float(layer.value_gain().detach())
-    x = x.detach().double()
-    qkv = []
-    for projection in (layer.query_projection, layer.key_projection, layer.value_projection):
-        y = (x @ projection.weight.detach().double().T).numpy()
-        qkv.append(to_complex(y.reshape(*y.shape[:2], heads, 2 * d)))
-    result = np.zeros((*x.shape[:2], heads, 2 * d))
-    for b in range(x.shape[0]):
-        for h in range(heads):
-            q, k, v = (a[b, :, h] for a in qkv)
-            m = np.linalg.norm(v, axis=-1) / math.sqrt(d)
-            q, k, v = (a / np.linalg.norm(a, axis=-1, keepdims=True) * r for a in (q, k, v))
-            for i in range(x.shape[1]):
-                kappas, lts, lrs, moved, seen = [], [], [], [], []
-                for j in range(x.shape[1]):
-                    if times[j] > times[i]:
-                        continue
-                    lag = times[i] - times[j]
-                    phase = np.exp(1j * omega * lag)
-                    c = (q[i].conj() @ (phase * k[j])).real / r**2
-                    e = math.exp(-p["decay"][h] * abs(lag))
-                    m_hat = m[j] * e
-                    sigma = p["key_tangential"][h] * e**2
-                    top = m_hat**2 + p["magnitude_floor"][h]
-                    kappa = top / (sigma + p["inflation_tangential"][h])
-                    tilde = top / (sigma + p["query_tangential"][h] + p["inflation_tangential"][h])
-                    nu = p["nu_tangential"][h]
-                    scale = 2 / nu * p["sphere_scale"][h]
-                    lts.append(
-                        p["temperature"][h]
-                        * (math.log(kappa) - (nu + 1) * math.log(1 + scale * tilde * max(1 - c, 0)))
-                    )
-                    sigma_r = p["key_radial"][h] * e**2 + p["inflation_radial"][h]
-                    d_r = (c * m_hat - m[i]) ** 2 / (sigma_r + p["query_radial"][h])
-                    nu = p["nu_radial"][h]
-                    lrs.append(-math.log(sigma_r) - (nu + 1) * math.log(1 + d_r / nu))
-                    moved.append(phase * v[j])
-                    seen.append(c * m_hat)
-                    kappas.append(kappa)
-                a_t = np.exp(np.array(lts) - max(lts))
-                a_r = np.exp(np.array(lrs) - max(lrs))
-                mean = (a_t / a_t.sum()) @ np.array(moved)
-                m_bar = (a_r / a_r.sum()) @ np.array(seen)
-                tangent = mean - v[i] * (v[i].conj() @ mean).real / (np.abs(v[i]) ** 2).sum()
-                update = alpha[h] * tangent + beta[h] * (m_bar - m[i]) * v[i]
-                update = gain * update
-                result[b, i, h, 0::2], result[b, i, h, 1::2] = update.real, update.imag
-    flat = result.reshape(*x.shape[:2], -1)
-    return flat @ layer.output_projection.weight.detach().double().numpy().T
 
 
 def perturb(layer):
@@ -91,43 +28,12 @@ def test_algorithm_1_against_a_loop(backend):
         layer.query_gain.raw += 0.3
         layer.value_gain.raw -= 0.2
     x = torch.randn(2, 9, 12, dtype=torch.float64) * torch.rand(2, 9, 1) * 3
-    expected = polar_oracle(layer, x, np.arange(9.0))
+    expected = oracle.polar_attention(layer, x, np.arange(9.0))
     np.testing.assert_allclose(layer(x).detach().numpy(), expected, rtol=0, atol=1e-12)
     times = torch.tensor([0.0, 0.5, 0.5, 3.25, 1.0, 7.0, 7.5, 7.25, 20.0], dtype=torch.float64)
-    expected = polar_oracle(layer, x, times.numpy())
+    expected = oracle.polar_attention(layer, x, times.numpy())
     found = layer(x, times=times + 1.7e9).detach().numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)
-
-
-def rfa_oracle(layer, x):
-    """Appendix A.4, pair by pair, in complex NumPy."""
-    p = {k: v.detach().double().numpy() for k, v in layer.filter_scalars()._asdict().items()}
-    omega, d = layer.frequencies().detach().double().numpy(), layer.head_dim
-    qkv = []
-    for projection in (layer.query_projection, layer.key_projection, layer.value_projection):
-        y = (x.double() @ projection.weight.detach().double().T).numpy()
-        qkv.append(to_complex(y.reshape(*y.shape[:2], layer.num_heads, 2 * d)))
-    result = np.zeros((*x.shape[:2], layer.num_heads, 2 * d))
-    for b, h, i in np.ndindex(x.shape[0], layer.num_heads, x.shape[1]):
-        q, k, v = (a[b, :, h] for a in qkv)
-        logits, moved = [], []
-        for j in range(i + 1):
-            mu = p["decay"][h]
-            lag, noise = i - j, p["process_noise"][h]
-            e = math.exp(-mu * lag)
-            phase = np.exp(1j * omega * lag)
-            grown = noise * (lag if mu == 0 else (1 - e**2) / (2 * mu))
-            sigma = grown + p["key_tangential"][h] * e**2 + p["inflation_tangential"][h]
-            residual = np.linalg.norm(q[i] - e * phase * k[j]) ** 2
-            nu = p["nu_tangential"][h]
-            inner = 1 + residual / (sigma + p["query_tangential"][h]) / (nu * d)
-            logits.append(p["temperature"][h] * (-math.log(sigma) - (nu + 1) * math.log(inner)))
-            moved.append(e * phase * v[j])
-        weights = np.exp(np.array(logits) - max(logits))
-        mean = (weights / weights.sum()) @ np.array(moved)
-        result[b, i, h, 0::2], result[b, i, h, 1::2] = mean.real, mean.imag
-    flat = result.reshape(*x.shape[:2], -1)
-    return flat @ layer.output_projection.weight.detach().double().numpy().T
 
 
 @pytest.mark.parametrize("backend", ["dense", "chunked"])
@@ -136,7 +42,7 @@ def test_robust_filter_attention_against_a_loop(backend):
     layer = perturb(layer)
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     found = layer(x).detach().numpy()
-    np.testing.assert_allclose(found, rfa_oracle(layer, x), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found, oracle.robust_filter_attention(layer, x), rtol=0, atol=1e-12)
 
 
 def split(layer, x, projection):
