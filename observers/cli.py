@@ -114,7 +114,7 @@ def report_main(argv: Sequence[str]) -> int:
         "records", type=Path, help="the JSON lines that rpt.observers.Recorder wrote"
     )
     parser.add_argument(
-        "--out", type=Path, help=".html page or picture; default: the records' name with .png"
+        "--out", type=Path, help="the picture; default: the records' name with .png"
     )
     parser.add_argument("--only", metavar="TEXT", help="only parameters whose name contains TEXT")
     arguments = parser.parse_args(argv)

@@ -24,6 +24,12 @@ class CompiledObserver(HookObserver):
     Attaching sets `torch._dynamo.config.skip_nnmodule_hook_guards` to False, the documented switch
     that makes graphs compiled from then on depend on a module's hooks. Without it two models of one
     class, only one of them observed, would run each other's graphs.
+
+    Example:
+        >>> import rpt, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> rpt.RPT(model.parameters()).attach_model(model, strategy="compiled")
+        ['0', '1']
     """
 
     through_operator = True

@@ -14,7 +14,16 @@ __all__ = ["ExplicitObserver"]
 
 
 class ExplicitObserver:
-    """Installs nothing; the caller hands over activations and cotangents."""
+    """Installs nothing; the caller hands over activations and cotangents.
+
+    Example:
+        >>> import torch
+        >>> from rpt.observers import ExplicitObserver
+        >>> from rpt.observers.staging import ObservationStage
+        >>> observer = ExplicitObserver(ObservationStage())
+        >>> observer.observe(torch.randn(64, 8), torch.randn(64, 4)).shape
+        torch.Size([])
+    """
 
     def __init__(self, stage: ObservationStage | None = None) -> None:
         self._stage = stage

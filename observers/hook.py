@@ -17,7 +17,13 @@ __all__ = ["HookObserver", "Observer"]
 
 @runtime_checkable
 class Observer(Protocol):
-    """How observations of some layers reach a stage."""
+    """How observations of some layers reach a stage.
+
+    Example:
+        >>> from rpt.observers import HookObserver, Observer
+        >>> isinstance(HookObserver(), Observer)
+        True
+    """
 
     def attach(self, sites: Sequence[Site], stage: ObservationStage) -> None:
         """Begin to observe `sites`, staging into `stage`; replaces an earlier attachment."""
@@ -42,6 +48,13 @@ class HookObserver:
     No module backward hook is involved: those wrap outputs in views, which forbids in-place
     activations, fire unevenly under activation checkpointing, and keep activations of abandoned
     graphs. If the model is compiled after attaching, the same hook traces into the compiled graph.
+
+    Example:
+        >>> import rpt, torch
+        >>> from rpt.observers import HookObserver
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> rpt.RPT(model.parameters()).attach_model(model, strategy=HookObserver())
+        ['0', '1']
     """
 
     through_operator = False

@@ -15,6 +15,15 @@ class ObservableModel(Protocol):
     """A module that declares its observation boundaries.
 
     Duck-typed: a model needs the method, not an import of this package.
+
+    Example:
+        >>> from torch import nn
+        >>> from rpt.observers import ObservableModel
+        >>> class Block(nn.Sequential):
+        ...     def optimizer_observation_modules(self):
+        ...         return [self[2]]
+        >>> isinstance(Block(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), ObservableModel)
+        True
     """
 
     def optimizer_observation_modules(self) -> Iterable[nn.Module]:

@@ -43,6 +43,14 @@ class ObserverSettings:
         null: "none" reports the guide's rank. "shuffle" and "analytic" divide it by the rank which
             the same marginals give with no relation between the two sides, so that unrelated data
             reads 1 (see `ranks`).
+
+    Raises:
+        ValueError: For a value out of range.
+
+    Example:
+        >>> from rpt.observers import ObserverSettings
+        >>> ObserverSettings(dim=16)
+        ObserverSettings(dim=16, ridge=1e-07, center=True, null='none')
     """
 
     dim: int = 32
@@ -392,6 +400,15 @@ def entropy_rank(
     Raises:
         ValueError: For mismatched shapes or a setting out of range.
         TypeError: For an unknown setting.
+
+    Example:
+        >>> import torch
+        >>> from rpt.observers import entropy_rank
+        >>> x = torch.randn(512, 6, dtype=torch.float64)
+        >>> round(float(entropy_rank(x, x)), 3)  # every direction alike
+        1.0
+        >>> round(float(entropy_rank(x, x @ torch.ones(6, 6).double())), 3)  # one of six
+        0.167
     """
     fields = {key.removeprefix("observer_"): value for key, value in overrides.items()}
     settings = replace(settings or ObserverSettings(), **fields)

@@ -47,6 +47,18 @@ class Recorder:
         path: The file; created, or appended to.
         every: Read the telemetry at every n-th call of `record` (reading it waits for the device);
             the other calls only count.
+
+    Raises:
+        ValueError: For an `every` below 1.
+        OSError: For a file that cannot be opened.
+
+    Example:
+        >>> import os, rpt, torch
+        >>> from rpt.observers import Recorder
+        >>> optimizer = rpt.RPT([torch.nn.Parameter(torch.ones(2, 3))])
+        >>> with Recorder(os.devnull) as recorder:
+        ...     recorder.record(optimizer, loss=0.5)
+        True
     """
 
     def __init__(self, path: str | Path, every: int = 1) -> None:

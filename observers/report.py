@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +24,11 @@ LEGEND_LAYERS = 20
 
 
 def write_report(source: Path, target: Path, only: str | None = None) -> list[str]:
-    """Draw a recorded file as a picture, or as an HTML page that holds everything it shows.
+    """Draw a recorded file as a picture.
 
     Args:
         source: What `Recorder` wrote.
-        target: Where to; the ending decides: .html, or one of `PICTURES`.
+        target: Where to; the ending, one of `PICTURES`, decides.
         only: Draw the parameters whose name contains this. By default those that were ever
             observed; where none was, every matrix.
 
@@ -41,22 +39,15 @@ def write_report(source: Path, target: Path, only: str | None = None) -> list[st
         ValueError: Nothing to draw, a line that is no record, or another file ending.
         ImportError: Without matplotlib.
     """
-    if target.suffix not in (".html", *PICTURES):
-        endings = ", ".join((".html", *PICTURES))
-        raise ValueError(f"{target}: the name must end in one of {endings}")
+    if target.suffix not in PICTURES:
+        raise ValueError(f"{target}: the name must end in one of {', '.join(PICTURES)}")
     records = list(read_records(source))
     names = _chosen(records, only)
     if not names:
         what = f"no matrix whose name contains {only!r}" if only else "no matrix"
         raise ValueError(f"{source}: {what} in {len(records)} records")
     figure = _draw(records, names, source.name)
-    if target.suffix == ".html":
-        picture = io.StringIO()
-        figure.savefig(picture, format="svg", bbox_inches="tight")
-        svg = picture.getvalue()
-        target.write_text(_page(svg[svg.index("<svg") :], records, names, source), "utf-8")
-    else:
-        figure.savefig(target, dpi=130, bbox_inches="tight")
+    figure.savefig(target, dpi=130, bbox_inches="tight")
     return names
 
 
@@ -106,43 +97,3 @@ def _draw(records: Sequence[dict[str, Any]], names: Sequence[str], title: str) -
         labels[-1] += f"  (and {len(names) - LEGEND_LAYERS} between)"
     figure.legend(handles, labels, loc="outside right center", fontsize="x-small")
     return figure
-
-
-def _page(svg: str, records: Sequence[dict[str, Any]], names: Sequence[str], source: Path) -> str:
-    head = ("parameter", "rank", "polar weight", "coherence", "refreshes", "observed steps")
-    keys = (
-        "residual_entropy_rank",
-        "polar_weight",
-        "frame_coherence",
-        "root_refreshes",
-        "observations",
-    )
-    last: dict[str, dict[str, Any]] = {}
-    for record in records:
-        last.update(record["parameters"])
-    rows = "".join(
-        "<tr><td>"
-        + html.escape(name)
-        + "</td>"
-        + "".join(f"<td>{_cell(last[name].get(key))}</td>" for key in keys)
-        + "</tr>"
-        for name in names
-    )
-    title = html.escape(f"Observation in {source.name}")
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        f"<title>{title}</title>"
-        "<style>body{font:14px system-ui,sans-serif;margin:2rem;max-width:80rem}"
-        "svg{max-width:100%;height:auto}table{border-collapse:collapse}"
-        "td,th{padding:.2rem .8rem;text-align:right}td:first-child,th:first-child{text-align:left}"
-        "tr:nth-child(even){background:#f3f3f3}</style>"
-        f"<h1>{title}</h1>{svg}<h2>Last record</h2><table><tr>"
-        + "".join(f"<th>{cell}</th>" for cell in head)
-        + f"</tr>{rows}</table></html>"
-    )
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3f}" if isinstance(value, float) else html.escape(str(value))

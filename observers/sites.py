@@ -31,6 +31,11 @@ class DerivedSite:
         verdict: "observe"; "expose" for a boundary that no hook can see; or "skip".
         reason: Why, and for "expose" what to do about it.
         shape: The weight's shape.
+
+    Example:
+        >>> from rpt.observers import DerivedSite
+        >>> DerivedSite("down", "relu", "observe", "first reads it", (4, 8)).observed
+        True
     """
 
     path: str
@@ -46,7 +51,13 @@ class DerivedSite:
 
 
 class DerivedSites(list[DerivedSite]):
-    """A list that prints as a table; hand it to `attach_model(sites=…)` as it is."""
+    """A list that prints as a table; hand it to `attach_model(sites=…)` as it is.
+
+    Example:
+        >>> from rpt.observers import DerivedSite, DerivedSites
+        >>> DerivedSites([DerivedSite("down", "relu", "observe", "first reads it", (4, 8))]).paths
+        ['down']
+    """
 
     @property
     def paths(self) -> list[str]:
@@ -93,6 +104,14 @@ def derive_sites(model: nn.Module, *example_inputs: Any, **example_keywords: Any
 
     Returns:
         One entry per trainable matrix, in the order of its first reading; unread ones last.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from rpt.observers import derive_sites
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> derive_sites(model, torch.randn(5, 4)).paths
+        ['2']
     """
     first: dict[int, Read] = {}
     for read in record_reads(model, example_inputs, example_keywords):

@@ -194,7 +194,7 @@ class AutoRoots(KroneckerRoots, padding=True):
 
     Example:
         >>> import rpt
-        >>> rpt.roots.AutoRoots(long_side=4096).state_bytes(256, 50_000)  # words: a diagonal
+        >>> rpt.roots.AutoRoots(full_side=256, long_side=4096).state_bytes(256, 50_000)
         797824
     """
 

@@ -245,8 +245,7 @@ def update_polar_weight(weight: Scalars, rank: Scalars, rule: Rule, numbers: Num
     """
     target = 1.0 - rank
     rising, falling = (
-        beta * weight + (1.0 - beta) * target
-        for beta in (rule.polar_beta, rule.polar_release_beta)
+        beta * weight + (1.0 - beta) * target for beta in (rule.polar_beta, rule.polar_release_beta)
     )
     # A NaN is below nothing, and what becomes of it is not used.
     moved = numbers.where(target < weight, falling, rising)

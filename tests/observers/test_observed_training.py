@@ -66,7 +66,9 @@ def test_observations_that_may_not_lower_a_weight_change_no_bit_of_training(stra
     train(model, optimizer, range(30))
     assert equal_weights(model, plain)
     ranks = [
-        float(optimizer.state[p]["residual_entropy_rank"]) for p in model.parameters() if p.ndim == 2
+        float(optimizer.state[p]["residual_entropy_rank"])
+        for p in model.parameters()
+        if p.ndim == 2
     ]
     assert sum(0 < rank < 1 for rank in ranks) >= len(sites)
     adapting, usual = make()

@@ -59,24 +59,15 @@ def test_a_second_recorder_appends(run):
     assert records[-1]["loss"] is None
 
 
-@pytest.mark.parametrize("ending", [".png", ".html"])
-def test_report(run, ending, capsys):
+def test_report(run, capsys):
     pytest.importorskip("matplotlib")
-    target = run.with_suffix(ending)
+    target = run.with_suffix(".svg")
     assert report_main([str(run), "--out", str(target)]) == 0
     assert "2 matrices" in capsys.readouterr().out
-    content = target.read_bytes()
-    if ending == ".html":
-        text = content.decode()
-        assert "<svg" in text
-        assert "0.weight" in text
-        # Self-contained: nothing is fetched.
-        assert "src=" not in text
-        assert 'href="http' not in text.replace("xlink:href", "")
-    else:
-        assert content[:4] == b"\x89PNG"
+    assert "<svg" in target.read_text()
     assert report_main([str(run), "--only", "2."]) == 0
     assert "1 matrices" in capsys.readouterr().out
+    assert run.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
