@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rpt.observers.patches import sampled_cotangents, sampled_patches
+from rpt.observers.patches import Convolution, sampled_cotangents, sampled_patches
 from rpt.observers.rank import entropy_rank
 from torch import Tensor, nn
 
@@ -121,7 +121,10 @@ class Watch:
     def _backward(self, module: Any, x: Tensor, delta: Tensor) -> None:
         total = delta.numel() // module.weight.shape[0]
         if isinstance(module, nn.Conv2d):
-            x, delta = sampled_patches(module, x, delta.shape), sampled_cotangents(delta, 2)
+            x, delta = (
+                sampled_patches(Convolution.of(module), x, delta.shape),
+                sampled_cotangents(delta, 2),
+            )
         x, delta = x.flatten(0, -2), delta.detach().flatten(0, -2)
         noise = (x.square().sum(1) @ delta.square().sum(1)) * (total / len(x))
         if len(x) > self.rows:

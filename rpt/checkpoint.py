@@ -35,6 +35,7 @@ def load(
     finally:
         handle.remove()
     restore_dtypes(optimizer, seen)
+    warn_of_older_blocks(optimizer)
     for group in optimizer.param_groups:
         fill(group, optimizer.defaults)
     if optimizer.state:
@@ -120,6 +121,22 @@ def check_loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 f"the saved state of parameter {key} has shape {tuple(momentum.shape)}, the parameter "
                 f"{tuple(parameter.shape)}: parameters must come in the order they were saved in"
             )
+
+
+def warn_of_older_blocks(optimizer: Optimizer) -> None:
+    """Say where "auto" made one root of a side, when it was saved, that it cuts into blocks by now."""
+    for group in optimizer.param_groups:
+        if group.get("roots", "auto") != "auto":
+            continue
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if key.endswith("_root") and value.ndim >= 3 and 128 < value.shape[-1] <= 256:
+                    warn(
+                        f"the saved state has a root of a side of {value.shape[-1]} in one piece, which "
+                        'roots="auto" now cuts into blocks: the metric starts anew. To continue as '
+                        'before, set roots="auto(full_side=256)" in every group after loading'
+                    )
+                    return
 
 
 def restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ class Suite:
         subset: for the other peers and the ablations.
         others, ablations: what runs on the subset.
         seeds: reported, never used for tuning.
-        ablation_seeds: the ablations' and other peers' reported seeds.
+        ablation_seeds: the ablations' reported seeds.
         constant: what runs on the tasks without a schedule, beside the core.
         candidates: variants run on every task, at the default rate and at RPT's tuned one.
         untuned: what also runs on every task at its documented default rate.
@@ -68,7 +68,7 @@ class Suite:
             ("tune the others", lambda store: self._tuning(store, self.others, self.subset)),
             (
                 "report the others",
-                lambda store: self._reporting(store, self.others, self.subset, self.ablation_seeds),
+                lambda store: self._reporting(store, self.others, self.subset, self.seeds),
             ),
             ("tune without a schedule", lambda s: self._tuning(s, self.constant, self._flat())),
             (
@@ -209,12 +209,14 @@ def tuned_rest(store: Store, task: str, optimizer: str, suite: str) -> float:
 
 def time_share(store: Store, task: str, optimizer: str, suite: Suite) -> float:
     """The share of an optimizer's steps that takes the seconds of AdamW's whole run; 1 if not known."""
-    seconds = []
+    seconds: list[dict[int, float]] = []
     for name in ("adamw", optimizer):
         rate = tuned_rate(store, task, name, suite.name)
         runs = [] if rate is None else [store.get(Config(task, name, rate, s)) for s in suite.seeds]
-        seconds.append(sum(r["curves"]["cpu"][-1] for r in runs if r and r["curves"]))
-    return min(1.0, round(seconds[0] / seconds[1], 2)) if all(seconds) else 1.0
+        seconds.append({r["seed"]: r["curves"]["cpu"][-1] for r in runs if r and r["curves"]})
+    both = seconds[0].keys() & seconds[1].keys()
+    theirs, its = (sum(found[seed] for seed in both) for found in seconds)
+    return min(1.0, round(theirs / its, 2)) if both else 1.0
 
 
 def _finals(

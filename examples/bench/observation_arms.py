@@ -1,7 +1,7 @@
 """What is an observation good for? Every arm of `examples/research.py` against observing nothing.
 
     python -m examples.bench.observation_arms run screen      four tasks at half their steps, two rates
-    python -m examples.bench.observation_arms run final       eight tasks, own best of two rates
+    python -m examples.bench.observation_arms run final       eight tasks, own best of three rates, five seeds
     python -m examples.bench.observation_arms run attached    the library, attached or not
     python -m examples.bench.observation_arms report [screen|final|attached]
 
@@ -81,8 +81,8 @@ SCREEN = ("gpt_char", "operator_1d", "vit_digits", "mlp_digits")
 SCREEN_RATES, SCREEN_SHARE = (1e-2, 3e-3), 0.5
 TASKS = ("gpt_char", "gpt_bpe", "context_lm", "lstm_char", "vit_digits", "resnet_mnist", "mlp_digits",
          "operator_1d")  # fmt: skip
-RATES = (3e-3, 1e-2)
-SEEDS = {"mlp_digits": 5, "vit_digits": 5, "operator_1d": 5}  # 3 for the others
+RATES = (1e-3, 3e-3, 1e-2)
+SEEDS = 5
 
 
 def maker(arm: Arm) -> Callable[..., Bundle]:
@@ -124,7 +124,7 @@ for _name, _make in ATTACHED.items():
     PEERS[_name] = Peer(_name, 1e-3, _make, "", options=_name)
 
 
-FINAL = ["nothing", "back own L", "L back L"]
+FINAL = ["nothing", "back own L", "L back L", "RL", "wiener"]
 STAGES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "screen": (list(ARMS), SCREEN),
     "final": (FINAL, TASKS),
@@ -140,7 +140,7 @@ def final(store: Store, config: Config) -> float | None:
 def interval(logs: Sequence[float]) -> tuple[float, float]:
     """Mean and half-width of the 95 % t-interval."""
     quantile = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-    if len(logs) < 2:
+    if len(logs) < 2 or not all(map(math.isfinite, logs)):
         return (logs[0] if logs else math.nan), math.nan
     q = quantile.get(len(logs), 2.2)
     return statistics.mean(logs), q * statistics.stdev(logs) / len(logs) ** 0.5
@@ -159,7 +159,7 @@ def configs(store: Store, stage: str, task: str, arm: str) -> list[Config]:
     if stage == "attached":
         return [Config(task, arm, 3e-3, seed, SCREEN_SHARE) for seed in range(3)]
     rate = best_rate(store, task, arm)
-    return [Config(task, arm, rate, s) for s in range(SEEDS.get(task, 3))] if rate else []
+    return [Config(task, arm, rate, s) for s in range(SEEDS)] if rate else []
 
 
 def run(store: Store, stage: str, arms: Sequence[str], tasks: Sequence[str]) -> None:

@@ -165,3 +165,25 @@ def test_case_07_across_devices(saved_on, loaded_on):
     twin(torch.randn(4, 16, device=loaded_on)).square().sum().backward()
     loaded.step()
     assert twin.weight.isfinite().all()
+
+
+def test_a_state_of_larger_roots_under_the_same_name_says_how_to_continue():
+    def optimizer(weight, roots):
+        made = ResidualPolarTransport([weight], roots=roots)
+        weight.grad = torch.linspace(-1, 1, weight.numel()).view_as(weight)
+        return made
+
+    first, second = (torch.nn.Parameter(torch.ones(130, 3)) for _ in range(2))
+    older = optimizer(first, "auto(full_side=256)")
+    older.step()
+    saved = older.state_dict()
+    saved["param_groups"][0]["roots"] = "auto"
+    second.data.copy_(first.data)
+    newer = optimizer(second, "auto")
+    with pytest.warns(UserWarning, match="full_side=256"):
+        newer.load_state_dict(saved)
+    newer.param_groups[0]["roots"] = "auto(full_side=256)"
+    older.param_groups[0]["roots"] = "auto(full_side=256)"
+    older.step()
+    newer.step()
+    assert torch.equal(first, second)
