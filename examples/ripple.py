@@ -37,9 +37,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def transport(preset: str, observe: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
     def build(model: nn.Module) -> torch.optim.Optimizer:
-        # Released, weights follow ranks; the default preset would keep its own of 1.
         optimizer = rpt.ResidualPolarTransport(
-            model.parameters(), lr=RATE, weight_decay=DECAY, preset=preset, polar_release_beta=0.9
+            model.parameters(), lr=RATE, weight_decay=DECAY, preset=preset
         )
         if observe == "sites":
             # The two that ContextMLP declares; in every step, as the published rule has it.

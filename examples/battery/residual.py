@@ -43,14 +43,8 @@ class Variant:
     average: float = 0.0
 
     def build(self, model: nn.Module, rate: float, decay: float) -> Bundle:
-        # What is observed here is to count: by default no observation lowers a weight of 1.
-        counts = {"polar_release_beta": 0.9} if self.observe and self.preset == "drop_in" else {}
         optimizer = rpt.ResidualPolarTransport(
-            self._groups(model),
-            rate,
-            preset=self.preset,
-            weight_decay=decay,
-            **counts | self.options,
+            self._groups(model), rate, preset=self.preset, weight_decay=decay, **self.options
         )
         if self.observe:
             observe(optimizer, model, self.observe, self.strategy, self.every)

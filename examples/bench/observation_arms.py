@@ -113,12 +113,12 @@ for _task in (*TASKS, "ripple"):  # only the end of a run is looked at
     BATTERY[_task] = replace(BATTERY[_task], evaluations=1, tail=1)
 for _name, _arm in ARMS.items():
     PEERS[_name] = Peer(_name, 1e-3, maker(_arm), "", options=_version(_arm))
-# Released, a weight falls with the rank; by default no observation takes it below the prior of 1.
+# With a release of 1 an observation lowers no weight, and the prior here is 1.
 ATTACHED: dict[str, Callable[..., Bundle]] = {
     "library": library(""),
-    "declared": library("declared", polar_release_beta=0.9),
-    "linear": library("linear", polar_release_beta=0.9),
-    "linear, never below the prior": library("linear"),
+    "declared": library("declared"),
+    "linear": library("linear"),
+    "linear, never below the prior": library("linear", polar_release_beta=1),
 }
 for _name, _make in ATTACHED.items():
     PEERS[_name] = Peer(_name, 1e-3, _make, "", options=_name)

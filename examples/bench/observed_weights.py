@@ -38,7 +38,6 @@ def build(observe: str, null: str, every: int, rate: float, **options: object) -
             model.named_parameters(),
             lr=rate,
             observer_null=null,
-            polar_release_beta=0.9,  # let ranks lower the preset's weight of 1
             **options,  # type: ignore[arg-type]
         )
         if observe == "sites":
