@@ -78,6 +78,9 @@ def on_config(config: Any) -> Any:
     shutil.copytree(ROOT / "rpt", tree)
     for part in ("observers", "geometry"):
         shutil.copytree(ROOT / part, tree / part)
+    for path in tree.rglob("*.py"):  # only the plural is a section whose doctests become code
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace("    Example:\n", "    Examples:\n"), encoding="utf-8")
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [_assembled.name]
     reference = [{package: f"reference/{package}.md"} for package in PACKAGES]
     config.nav = [{"Reference": reference} if "Reference" in part else part for part in config.nav]
