@@ -13,9 +13,12 @@ from torch.optim import Optimizer
 from rpt.observers.caller import warn
 
 from .groups import fill
+from .roots import AutoRoots
 from .store.layout import compute_dtype
 from .store.schema import counted, holds_state
 
+# Up to here "auto" kept sides in one piece before its `full_side` was lowered.
+_OLDER_FULL_SIDE = 256
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -125,16 +128,19 @@ def check_loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 def warn_of_older_blocks(optimizer: Optimizer) -> None:
     """Say where "auto" made one root of a side, when it was saved, that it cuts into blocks by now."""
+    whole = AutoRoots.full_side
     for group in optimizer.param_groups:
         if group.get("roots", "auto") != "auto":
             continue
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
-                if key.endswith("_root") and value.ndim >= 3 and 128 < value.shape[-1] <= 256:
+                if not key.endswith("_root") or value.ndim < 3:
+                    continue
+                if whole < value.shape[-1] <= _OLDER_FULL_SIDE:
                     warn(
                         f"the saved state has a root of a side of {value.shape[-1]} in one piece, which "
                         'roots="auto" now cuts into blocks: the metric starts anew. To continue as '
-                        'before, set roots="auto(full_side=256)" in every group after loading'
+                        f'before, set roots="auto(full_side={_OLDER_FULL_SIDE})" in every group after loading'
                     )
                     return
 
