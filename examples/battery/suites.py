@@ -93,9 +93,9 @@ class Suite:
     def _in_equal_time(self, store: Store) -> Iterable[Config]:
         """The steps that fit into AdamW's seconds, as its full runs and the others' have shown."""
         return [
-            Config(task, name, rate, seed, share)
+            Config(task, name, rate, seed, share, tuned_rest(store, task, name, self.name))
             for task in self.tasks
-            for name in CORE
+            for name in (*CORE, *(self.others if task in self.subset else ()))
             if (rate := tuned_rate(store, task, name, self.name)) is not None
             if (share := time_share(store, task, name, self)) < 1.0
             for seed in self.seeds
@@ -234,10 +234,10 @@ SUITES = {
     "quick": Suite("quick", QUICK, QUICK[:2], (), ("rpt_sites", "rpt_alpha_0"), (0,), (0,)),
     "dev": Suite(
         "dev", DEV, SUBSET, OTHERS,
-        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1, 2, 3, 4), (0, 1),
+        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1, 2, 3, 4), (0, 1, 2),
     ),
     "large": Suite("large", LARGE, (), (), (), (0,), (), (), ()),
-    "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1), (), (), (), CORE),
+    "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1, 2), (), (), (), CORE),
     "full": Suite(
         "full", BATTERY, (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
     ),
