@@ -75,9 +75,16 @@ def ladder_configs(
         for task in sizes
         for seed in SEEDS[task]
         for name in names
-        if (rate := carried_rate(store, task, name)) is not None
+        for rate in _reported_rates(store, task, name, names)
     ]
     return [grids, reported]
+
+
+def _reported_rates(store: Store, task: str, name: str, names: Sequence[str]) -> list[float]:
+    """Its own rate, and of RPT AdamW's too: whether a rate carries over is a question of its own."""
+    sources = (name, "adamw") if name == "rpt" and "adamw" in names else (name,)
+    rates = [carried_rate(store, task, source) for source in sources]
+    return sorted({rate for rate in rates if rate is not None})
 
 
 class Ladder(Results):
@@ -124,6 +131,7 @@ def write_ladder(store: Store, optimizers: Sequence[str], out: Path) -> Path:
         "## Loss against size\n\n" + _losses(results, names),
         "## Shares of AdamW's steps, and of its CPU seconds, until its final loss\n\n"
         + _shares(results, names),
+        "## RPT at AdamW's rate\n\n" + _at_adamws_rate(results),
         "## Fits\n\nvalue = a · parametersᵇ over the sizes at twenty characters a parameter, and a new "
         "run's 95 % interval at 100 M parameters.\n\n" + _fits(results, names),
     ]
@@ -159,6 +167,24 @@ def _shares(results: Results, names: Sequence[str]) -> str:
     ]  # fmt: skip
     header = [f"{n}: {what}" for n in others for what in ("steps", "seconds")]
     return markdown(("parameters", "characters a parameter", *header), rows)
+
+
+def _at_adamws_rate(results: Results) -> str:
+    rows = []
+    for task, rung in RUNGS.items():
+        rate = results.rate(task, "adamw")
+        pairs = [
+            (theirs["final"], ours["final"])
+            for seed in SEEDS[task]
+            if rate is not None
+            and (theirs := results.store.get(Config(task, "adamw", rate, seed))) is not None
+            and (ours := results.store.get(Config(task, "rpt", rate, seed))) is not None
+        ]
+        if pairs:
+            means = [f"{sum(column) / len(pairs):.4f}" for column in zip(*pairs, strict=True)]
+            rows.append((f"{rung.parameters:,}", rung.ratio, len(pairs), f"{rate:g}", *means))
+    header = ("parameters", "characters a parameter", "seeds", "rate", "adamw", "rpt there")
+    return markdown(header, rows)
 
 
 def points(results: Results, optimizer: str, what: str) -> tuple[list[float], list[float]]:
