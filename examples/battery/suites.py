@@ -209,6 +209,9 @@ def tuned_rest(store: Store, task: str, optimizer: str, suite: str) -> float:
 
 def time_share(store: Store, task: str, optimizer: str, suite: Suite) -> float:
     """The share of an optimizer's steps that takes the seconds of AdamW's whole run; 1 if not known."""
+    cost = store.cost(Config(task, optimizer, 0.0, 0))
+    if cost is not None:
+        return min(1.0, round(1 / cost, 2))
     seconds: list[dict[int, float]] = []
     for name in ("adamw", optimizer):
         rate = tuned_rate(store, task, name, suite.name)
