@@ -126,7 +126,8 @@ class Results:
         CPU seconds over those of AdamW's whole runs with the same seeds; NaN without any."""
         rate = self.rate(task, optimizer) or 0.0
         whole = {r["seed"]: r for r in self.runs(task, "adamw") if r["curves"]}
-        configs = (Config(task, optimizer, rate, seed, share) for seed in self.suite.seeds)
+        rest = self.rest(task, optimizer)
+        configs = (Config(task, optimizer, rate, seed, share, rest) for seed in self.suite.seeds)
         runs = [r for c in configs if (r := self.store.get(c)) is not None]
         timed = [(r, whole[r["seed"]]) for r in runs if r["curves"] and r["seed"] in whole]
         seconds = [_last(run, "cpu") / _last(theirs, "cpu") for run, theirs in timed]

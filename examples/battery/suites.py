@@ -239,7 +239,9 @@ SUITES = {
         "dev", DEV, SUBSET, OTHERS,
         tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1, 2, 3, 4), (0, 1, 2),
     ),
-    "large": Suite("large", LARGE, (), (), (), (0,), (), (), ()),
+    "large": Suite(
+        "large", LARGE, LARGE, ("heavyball_soap", "normuon"), (), (0,), (), (), ()
+    ),
     "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1, 2), (), (), (), CORE),
     "full": Suite(
         "full", BATTERY, (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
