@@ -23,7 +23,7 @@ from .options import NAMES
 from .ownership import Agreement, Live, Ownership
 from .refusals import warn_of_failed_roots, warn_of_nonfinite
 from .roots.kronecker import KroneckerRoots
-from .roots.packed import lower, traced_places
+from .roots.packed import PLACES, lower
 from .rule.scalars import numbers_of
 from .rule.update import Facts, Rows, refresh, take_step
 from .step import begin, deliver, limits
@@ -169,12 +169,9 @@ def _core(
 ) -> None:
     """The step of `Traced` number `handle`, on the tensors given in place of its own."""
     traced = _traced[handle]
-    traced_places.update(zip(traced.sides, places, strict=True))
-    try:
-        with torch.no_grad(), torch.autocast(rates.device.type, enabled=False):
-            _take(traced, parameters, gradients, tensors, rates)
-    finally:
-        traced_places.clear()
+    brought = {PLACES % s: p for s, p in zip(traced.sides, places, strict=True)}
+    with torch.no_grad(), torch.autocast(rates.device.type, enabled=False):
+        _take(traced, parameters, gradients, tensors, brought, rates)
 
 
 def _take(
@@ -182,6 +179,7 @@ def _take(
     parameters: list[Tensor],
     gradients: list[Tensor],
     tensors: list[Tensor],
+    places: dict[str, Tensor],
     rates: Tensor,
 ) -> None:
     """A recorded step, whose roots are refreshed in the middle of it by the host."""
@@ -202,6 +200,7 @@ def _take(
         )
     live = [(0, p, g) for p, g in zip(parameters, gradients, strict=True)]
     for work in works:
+        work.open().metric |= places
         begin(work, live, [], {}, None)
         _keep_statistics(work)
     _call_host(traced.handle, works, rates)

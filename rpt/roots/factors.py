@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Damping, Refresh, State
 from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
-from .packed import lower, packed_length, relative_change_packed, traced_places, unpack
+from .packed import PLACES, lower, packed_length, relative_change_packed, unpack
 
 Drift = Literal["exact", "age"]
 
@@ -101,21 +101,22 @@ class BlockSide:
         for suffix, first, blocks, rows in self.pieces(size):
             factor = state[name + suffix]
             part = gradient if blocks * rows == size else gradient[:, first : first + blocks * rows]
+            below = state.get(PLACES % rows)
+            if below is None:
+                below, _ = lower(rows, part.device, getattr(part, "fake_mode", None))
             if blocks == 1:
-                self._add(factor, part, beta2, weight)
+                self._add(factor, part, below, beta2, weight)
             elif part.is_contiguous():
-                self._add(factor, part.view(-1, rows, part.shape[-1]), beta2, weight)
+                self._add(factor, part.view(-1, rows, part.shape[-1]), below, beta2, weight)
             else:  # one batch of them would have to be copied together
                 for k in range(blocks):
                     block = part[:, k * rows : (k + 1) * rows]
-                    self._add(factor[:, k : k + 1], block, beta2, weight)
+                    self._add(factor[:, k : k + 1], block, below, beta2, weight)
 
     @staticmethod
-    def _add(factor: Tensor, part: Tensor, beta2: float, weight: float | Tensor) -> None:
-        # The lower triangles, whose places are kept: of all there is in a step, this is called most.
-        below = traced_places.get(part.shape[-2])
-        if below is None:
-            below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
+    def _add(
+        factor: Tensor, part: Tensor, below: Tensor, beta2: float, weight: float | Tensor
+    ) -> None:
         # Along any later dimension `index_select` takes ten times as long.
         square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
         if isinstance(weight, Tensor):
