@@ -99,30 +99,19 @@ class BlockSide:
     ) -> None:
         size = gradient.shape[-2]
         for suffix, first, blocks, rows in self.pieces(size):
-            factor = state[name + suffix]
-            part = gradient if blocks * rows == size else gradient[:, first : first + blocks * rows]
             below = state.get(PLACES % rows)
             if below is None:
-                below, _ = lower(rows, part.device, getattr(part, "fake_mode", None))
-            if blocks == 1:
-                self._add(factor, part, below, beta2, weight)
-            elif part.is_contiguous():
-                self._add(factor, part.view(-1, rows, part.shape[-1]), below, beta2, weight)
-            else:  # one batch of them would have to be copied together
-                for k in range(blocks):
-                    block = part[:, k * rows : (k + 1) * rows]
-                    self._add(factor[:, k : k + 1], block, below, beta2, weight)
-
-    @staticmethod
-    def _add(
-        factor: Tensor, part: Tensor, below: Tensor, beta2: float, weight: float | Tensor
-    ) -> None:
-        # Along any later dimension `index_select` takes ten times as long.
-        square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
-        if isinstance(weight, Tensor):
-            factor.mul_(beta2).addcmul_(square, weight)
-        else:
-            factor.mul_(beta2).add_(square, alpha=weight)
+                below, _ = lower(rows, gradient.device, getattr(gradient, "fake_mode", None))
+            for k in range(blocks):
+                factor, part = state[name + suffix], gradient
+                if rows < size:
+                    factor, part = factor[:, k : k + 1], part.narrow(1, first + k * rows, rows)
+                # The lower triangle. Along any later dimension `index_select` takes ten times as long.
+                square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
+                if isinstance(weight, Tensor):
+                    factor.mul_(beta2).addcmul_(square, weight)
+                else:
+                    factor.mul_(beta2).add_(square, alpha=weight)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         if self.drift_from == "age":
@@ -164,14 +153,9 @@ class BlockSide:
     def apply(self, state: State, name: str, gradient: Tensor, right: bool = False) -> Tensor:
         side = -1 if right else -2
         pieces = self.pieces(gradient.shape[side])
-        _, _, count, rows = pieces[0]
-        root = state[f"{name}_root"]
-        if len(pieces) == 1 and count == 1:
-            root = root.view(-1, rows, rows)
+        if len(pieces) == 1 and pieces[0][2] == 1:
+            root = state[f"{name}_root"][:, 0]
             return torch.bmm(gradient, root) if right else torch.bmm(root, gradient)
-        if len(pieces) == 1 and not right and gradient.is_contiguous():
-            blocks = gradient.view(-1, rows, gradient.shape[-1])
-            return torch.bmm(root.view(-1, rows, rows), blocks).view_as(gradient)
         out = torch.empty_like(gradient)
         for suffix, first, count, rows in pieces:
             root = state[f"{name}{suffix}_root"]

@@ -108,7 +108,6 @@ def polar_factor(
     Args:
         matrix: (b, rows, cols), float32, float64 or bfloat16.
         schedule: coefficients and start.
-        numbers: how the lengths are kept.
         length: Frobenius norms where they are known, (b, 1, 1).
 
     Returns:
