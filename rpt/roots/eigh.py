@@ -46,9 +46,8 @@ def decompose(
     Returns:
         the solver's results, float64; failed (b,) bool, where they must not be used.
     """
-    wide = matrix.double()
-    failed = ~_finite(wide)
-    safe = wide.masked_fill(failed[:, None, None], 0.0)
+    failed = ~_finite(matrix)
+    safe = matrix.masked_fill(failed[:, None, None], 0.0).double()
     try:
         parts = tuple(solver(safe))
     except torch.linalg.LinAlgError:
@@ -64,8 +63,8 @@ def decompose(
 
 
 def _finite(parts: Tensor) -> Tensor:
-    """Whether all entries are, (b, ...) float64 -> (b,)."""
-    return parts.sum(tuple(range(1, parts.ndim))).isfinite()
+    """Whether all entries are, (b, ...) -> (b,)."""
+    return parts.sum(tuple(range(1, parts.ndim)), dtype=torch.float64).isfinite()
 
 
 def eigh_shapes(matrix: Tensor) -> list[tuple[int, ...]]:
@@ -116,7 +115,8 @@ def inverse_root(
     mean = values.clamp_min(0).sum(-1) / (size if sizes is None else sizes)
     floor = eigenvalue_floor(mean.to(dtype), ridge, absolute)
     floored = torch.maximum(values, floor[:, None])
-    root = (vectors * floored.pow(power).unsqueeze(-2)).to(dtype) @ vectors.mT.to(dtype)
+    vectors = vectors.to(dtype)
+    root = (vectors * floored.pow(power).to(dtype).unsqueeze(-2)) @ vectors.mT
     low = floored[:, 0]
     if sizes is not None:
         # The zeros of the padding come first in ascending order.
