@@ -31,11 +31,6 @@ from .step import move_gains
 from .store.schema import saved
 from .telemetry import Telemetry, gather_telemetry
 
-# `_update` behind a wall for torch.compile, where a graph cannot hold the step (`rpt.compiled`): its host
-# decisions would be traced anew each time. Made with the first optimizer: torch.compiler's machinery
-# takes seconds to import, which `import rpt` saves.
-_update_untraced: Callable[[ResidualPolarTransport], None] | None = None
-
 
 class ResidualPolarTransport(Optimizer):
     """Residual Polar Transport: a two-sided matrix metric, transported momentum, a polar share.
@@ -133,10 +128,8 @@ class ResidualPolarTransport(Optimizer):
 
     def _begin(self, attachment: Attachment | None = None) -> None:
         """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
-        global _update_untraced
-        if _update_untraced is None:
-            _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
-        from .compiled import Compiled  # late, as torch.compiler
+        # Late: torch.compiler's machinery takes seconds to import, which `import rpt` saves.
+        from .compiled import Compiled
 
         self._compiled = Compiled(self)
         self._observing = Observing(self.observer_settings, attachment)
@@ -157,8 +150,6 @@ class ResidualPolarTransport(Optimizer):
             self._groups.complete(param_group, self.param_groups, self.defaults)
         super().add_param_group(param_group)
         self._grown = True
-        self._stacks.settled = False
-        self._compiled.ready = {}
 
     def parameter_name(self, group_index: int, index: int) -> str:
         """How messages call it: by its name, an attached model's name for it, or its place in a group."""
@@ -209,8 +200,8 @@ class ResidualPolarTransport(Optimizer):
         getattr(self, check, self._cuda_graph_capture_health_check)()
         observing = self._observing
         traced = torch.compiler.is_compiling() and not (observing.anything or observing.bereft)
-        if not (traced and self._compiled.step()):
-            _update_untraced(self)  # type: ignore[misc]
+        if not (traced and self._compiled.step(self._stacks)):
+            self._compiled.ordinary()
         return loss
 
     def _update(self) -> None:
@@ -368,7 +359,6 @@ class ResidualPolarTransport(Optimizer):
         if hasattr(self, "_groups"):  # a load: everything is looked at anew in the next step
             self._groups.seen.clear()
             self._stacks = Stacks()
-            self._compiled.ready = {}
         else:
             self._groups = Groups(self.__dict__.pop("_custom_roots"))
             self._begin(self.__dict__.pop("_attachment", None))
