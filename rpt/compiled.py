@@ -100,13 +100,6 @@ class Compiled:
     def __init__(self, optimizer: ResidualPolarTransport) -> None:
         self._optimizer = ref(optimizer)
 
-    @torch.compiler.disable
-    def ordinary(self) -> None:
-        """The ordinary step, behind a wall: its host decisions would be traced anew each time."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        optimizer._update()
-
     def step(self, stacks: Stacks) -> bool:
         """Take the step as part of a graph; False for one that must be ordinary."""
         handle = self.prepare()

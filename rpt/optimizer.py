@@ -31,6 +31,10 @@ from .step import move_gains
 from .store.schema import saved
 from .telemetry import Telemetry, gather_telemetry
 
+# `_update` behind a wall for torch.compile, where a graph cannot hold the step: its host decisions would
+# be traced anew each time. Made with the first optimizer, as torch.compiler takes seconds to import.
+_update_untraced: Callable[[ResidualPolarTransport], None] | None = None
+
 
 class ResidualPolarTransport(Optimizer):
     """Residual Polar Transport: a two-sided matrix metric, transported momentum, a polar share.
@@ -128,8 +132,10 @@ class ResidualPolarTransport(Optimizer):
 
     def _begin(self, attachment: Attachment | None = None) -> None:
         """Set up what is never serialised; `attachment` is the copied model's, in a copy."""
-        # Late: torch.compiler's machinery takes seconds to import, which `import rpt` saves.
-        from .compiled import Compiled
+        global _update_untraced
+        if _update_untraced is None:
+            _update_untraced = torch.compiler.disable(ResidualPolarTransport._update)
+        from .compiled import Compiled  # late, as torch.compiler
 
         self._compiled = Compiled(self)
         self._observing = Observing(self.observer_settings, attachment)
@@ -201,7 +207,7 @@ class ResidualPolarTransport(Optimizer):
         observing = self._observing
         traced = torch.compiler.is_compiling() and not (observing.anything or observing.bereft)
         if not (traced and self._compiled.step(self._stacks)):
-            self._compiled.ordinary()
+            _update_untraced(self)  # type: ignore[misc]
         return loss
 
     def _update(self) -> None:
