@@ -283,15 +283,16 @@ def _host(
         with_roots = [work for work in traced.works if work.stack.backend is not None]
         rest = iter(held)
         for work, *parts in zip(with_roots, due, corrections, units, strict=True):
-            warn_of_failed_roots(optimizer, _refresh(work, *parts, rest))
+            warn_of_failed_roots(optimizer, _refresh(work, parts, rest))
     except Exception as error:
         raise interrupted(error, traced.parameters, [], optimizer._name) from error
 
 
 def _refresh(
-    work: Work, due: Tensor, correction: Tensor, units: Tensor, rest: Iterator[Tensor]
+    work: Work, parts: Sequence[Tensor], rest: Iterator[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Decompose what is due of one work, in the next of the tensors held; (parameter, whether it failed)."""
+    due, correction, units = parts
     stack = copy(work.stack)
     stack.tensors = stack.tensors | {name: next(rest) for name in _held(stack)}
     now = due[:, 0].cpu()
