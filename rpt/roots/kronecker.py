@@ -190,7 +190,7 @@ class AutoRoots(KroneckerRoots, padding=True):
     Example:
         >>> import rpt
         >>> rpt.roots.AutoRoots(full_side=256, long_side=4096).state_bytes(256, 50_000)
-        797824
+        925312
     """
 
     full_side: int = 128
