@@ -228,7 +228,8 @@ class Work:
     def _backward(self, slab: Slab, grads: list[Tensor], upward: list[Tensor]) -> None:
         heads, queries, keys = slab.heads, slab.queries, slab.keys
         query_grad, key_grad, value_grad, own_grad, magnitude_grad = (
-            t[heads, :, part] for t, part in zip(grads, (queries, keys, keys, queries, keys))
+            t[heads, :, part]
+            for t, part in zip(grads[:-1], (queries, keys, keys, queries, keys), strict=True)
         )
         direction, mean_grad, row_mean, mean = (t[heads, :, queries] for t in upward)
         mean_grad = mean_grad.unsqueeze(-1)
@@ -281,7 +282,7 @@ class Work:
         if radial is not None and saved.radial_penalty is not None:
             exponents.append(-self.unit * dot(radial[0], saved.radial_penalty))
         found = tables.gradient(score, kappa_grad, square, moved_grad, radial)
-        found = torch.stack(found + exponents)
-        grads[5][: len(found), heads] += found
+        changes = torch.stack(found + exponents)
+        grads[5][: len(changes), heads] += changes
         query_grad += cosine_grad @ self.key[heads, :, keys]
         key_grad += cosine_grad.mT @ self.query[heads, :, queries]

@@ -9,8 +9,8 @@ What depends on a pair of tokens only through its lag comes from tables (`slab_t
     v̄ = softmax(L) v,   m̄ = Σ_j softmax(L_R) x      (softmax(L) where the radial weights are shared)
 
 Both passes walk over slabs of a fixed size, groups of heads times slices of queries; the backward
-pass recomputes a slab, then applies the chain rule to the lines above (`slab_math`). The two passes are custom
-operators: opaque to torch.compile, and without double backward (the dense path has it).
+pass recomputes a slab, then applies the chain rule to the lines above (`slab_math`). The two passes are
+custom operators: opaque to torch.compile, and without double backward (the dense path has it).
 
 Source: RT-Filter paper, Algorithm 1 steps 3–6 (the cost claimed in appendix C.2.1).
 """
