@@ -1,18 +1,21 @@
-"""Models in the arithmetic of the literature, and a Euclidean one: for comparison only.
+"""What Polar-ViT is compared with: other parts, ambient arithmetic, flat space.
 
 `from baselines import AmbientViT` works for scripts in `examples/`.
 """
 
-from .ambient_layers import AmbientLayers, TextbookLayers
+from .ablation import ABLATION, RADIUS_ABLATION, RADIUS_RULES, AblationConfig, AblationViT
 from .ambient_unet import AmbientUNet
 from .ambient_vit import AmbientViT, TextbookViT
 from .euclidean_vit import EuclideanViT
 
 __all__ = [
-    "AmbientLayers",
+    "ABLATION",
+    "RADIUS_ABLATION",
+    "RADIUS_RULES",
+    "AblationConfig",
+    "AblationViT",
     "AmbientUNet",
     "AmbientViT",
     "EuclideanViT",
-    "TextbookLayers",
     "TextbookViT",
 ]
