@@ -25,14 +25,7 @@ from typing import Any
 
 import matplotlib
 import torch
-from baselines import (
-    ABLATION,
-    RADIUS_ABLATION,
-    AblationConfig,
-    AblationViT,
-    AmbientViT,
-    EuclideanViT,
-)
+from baselines import AmbientViT, EuclideanViT
 from quick import announce, writable
 from rpt.geometry import lorentz
 from run_log import RunLog
@@ -49,7 +42,7 @@ DIGIT_SIZES = {"width": 48, "depth": 3, "num_heads": 4, "mlp_width": 96}
 MODELS: dict[str, type[Any]] = {
     "euclidean": EuclideanViT,
     "ambient": AmbientViT,
-    "polar": AblationViT,
+    "polar": lorentz.PolarViT,
 }
 START = "split-head Lorentz ViT, class token"
 
@@ -59,7 +52,7 @@ def arms(study: str) -> dict[str, tuple[str, dict[str, Any], str]]:
     if study == "compare":
         built: dict[str, tuple[str, dict[str, Any]]] = {
             "Euclidean ViT": ("euclidean", {}),
-            "ambient Lorentz ViT": ABLATION[START],
+            "ambient Lorentz ViT": lorentz.ABLATION[START],
             "Polar-ViT": ("polar", {}),
         }
         return {
@@ -68,8 +61,8 @@ def arms(study: str) -> dict[str, tuple[str, dict[str, Any], str]]:
             for optimizer in ("AdamW", "RPT")
         }
     if study == "ablation":
-        return {name: (*row, "AdamW") for name, row in ABLATION.items()}
-    return {name: ("polar", row, "AdamW") for name, row in RADIUS_ABLATION.items()}
+        return {name: (*row, "AdamW") for name, row in lorentz.ABLATION.items()}
+    return {name: ("polar", row, "AdamW") for name, row in lorentz.RADIUS_ABLATION.items()}
 
 
 def build(arithmetic: str, options: dict[str, Any], data: Any, arguments: Any) -> Any:
@@ -79,7 +72,7 @@ def build(arithmetic: str, options: dict[str, Any], data: Any, arguments: Any) -
         sizes |= {**DIGIT_SIZES, "patch_size": 2 if data.side == 8 else 4}
     else:
         sizes |= {**lorentz.SIZES[arguments.size], "patch_size": 4 if data.side <= 64 else 16}
-    config = AblationConfig(data.num_classes, data.side, **{**sizes, **options})
+    config = lorentz.ViTConfig(data.num_classes, data.side, **{**sizes, **options})
     return MODELS[arithmetic](config)
 
 

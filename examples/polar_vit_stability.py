@@ -28,7 +28,7 @@ from typing import Any
 
 import matplotlib
 import torch
-from baselines import AblationConfig, AmbientViT, TextbookViT, ambient
+from baselines import AmbientViT, TextbookViT, ambient
 from quick import announce, writable
 from rpt.geometry import lorentz
 from run_log import RunLog
@@ -128,7 +128,7 @@ def run(
 ) -> dict:
     torch.manual_seed(seed)
     data = load("digits", 64, seed)
-    model = MODELS[name](AblationConfig(10, 8, **SIZES))
+    model = MODELS[name](lorentz.ViTConfig(10, 8, **SIZES))
     images, _ = next(iter(load("digits", 64, 999).train))
     # Calibrated as the polar model in both cases: the twin starts from the same numbers.
     first = lorentz.PolarViT(model.config)

@@ -19,8 +19,12 @@ PACKAGES = (
 # Packages whose examples are still being written.
 PENDING: tuple[str, ...] = ()
 # Constants and aliases have no docstring of their own: their module's shows them.
+_CONFIG = "rpt.geometry.lorentz.models.config"
 SHOWN_BY = {
-    "SIZES": "rpt.geometry.lorentz.models.config",
+    "ABLATION": _CONFIG,
+    "RADIUS_ABLATION": _CONFIG,
+    "SIZES": _CONFIG,
+    "RADIUS_RULES": "rpt.geometry.lorentz.layers.radius",
     "PointLike": "rpt.geometry.lorentz.ops.point",
     "TangentLike": "rpt.geometry.lorentz.ops.point",
 }

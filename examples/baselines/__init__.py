@@ -1,21 +1,18 @@
-"""What Polar-ViT is compared with: other parts, ambient arithmetic, flat space.
+"""Models in the arithmetic of the literature, and a Euclidean one: for comparison only.
 
 `from baselines import AmbientViT` works for scripts in `examples/`.
 """
 
-from .ablation import ABLATION, RADIUS_ABLATION, RADIUS_RULES, AblationConfig, AblationViT
+from .ambient_layers import AmbientLayers, TextbookLayers
 from .ambient_unet import AmbientUNet
 from .ambient_vit import AmbientViT, TextbookViT
 from .euclidean_vit import EuclideanViT
 
 __all__ = [
-    "ABLATION",
-    "RADIUS_ABLATION",
-    "RADIUS_RULES",
-    "AblationConfig",
-    "AblationViT",
+    "AmbientLayers",
     "AmbientUNet",
     "AmbientViT",
     "EuclideanViT",
+    "TextbookLayers",
     "TextbookViT",
 ]

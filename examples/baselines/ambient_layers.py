@@ -7,35 +7,22 @@ and at small radii the two agree; in float32 these lose all accuracy at radius 8
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from rpt.geometry.lorentz import (
-    BoostResidual,
-    Curvature,
-    GyroLayerNorm,
-    HeadGain,
-    HorosphericalEncoding,
-    LorentzMLR,
-    PositionTable,
-    boost_step,
-    from_ambient,
-    to_ambient,
-)
+from rpt.geometry.lorentz.attention.multihead import HeadGain, PolarMultiheadAttention
+from rpt.geometry.lorentz.attention.position import BoostEncoding, HorosphericalEncoding
+from rpt.geometry.lorentz.layers.classifier import LorentzMLR, TangentLinear
+from rpt.geometry.lorentz.layers.curvature import Curvature
+from rpt.geometry.lorentz.layers.embedding import PatchEmbedding, PositionTable
+from rpt.geometry.lorentz.layers.linear import PolarLinear, PolarMLP
+from rpt.geometry.lorentz.layers.norm import GyroLayerNorm, SpaceLayerNorm
+from rpt.geometry.lorentz.layers.residual import BoostResidual, GyroResidual, SpaceResidual
+from rpt.geometry.lorentz.models.vit import PolarLayers
+from rpt.geometry.lorentz.ops.coordinates import from_ambient, to_ambient
+from rpt.geometry.lorentz.ops.gyro import boost_step
 from torch import Tensor, nn
 
-from .ablation import (
-    AblationLinear,
-    AblationMLP,
-    AblationMultiheadAttention,
-    AblationPatchEmbedding,
-    BoostEncoding,
-    GyroResidual,
-    Parts,
-    SpaceLayerNorm,
-    SpaceResidual,
-    TangentLinear,
-)
 from .ambient import (
     ambient_attention,
     ambient_centroid,
@@ -50,14 +37,14 @@ from .ambient import (
 )
 
 __all__ = [
+    "AmbientLayers",
     "AmbientLinear",
     "AmbientMultiheadAttention",
-    "AmbientParts",
-    "TextbookParts",
+    "TextbookLayers",
 ]
 
 
-class AmbientLinear(AblationLinear):
+class AmbientLinear(PolarLinear):
     """`PolarLinear` in ambient arithmetic: (…, 1 + n) → (…, 1 + n′)."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -67,7 +54,7 @@ class AmbientLinear(AblationLinear):
         h = self.direction(x)
         if self.activation is not None:
             h = self.activation(h)
-        if self.radius_rule == "lorentz" and self.other_rule is None:
+        if self.radius_rule == "lorentz":
             return with_time(h * torch.exp(self.radius_offset.to(x.dtype)), k)
         norm = (h.square().sum(-1) + 1e-30).sqrt()
         a = torch.acosh((x[..., 0] / root).clamp(min=1.0 + 1e-7))
@@ -79,13 +66,13 @@ class AmbientLinear(AblationLinear):
         return with_time(h * torch.exp(log_radius - log_norm).unsqueeze(-1), k)
 
 
-class AmbientMLP(AblationMLP):
+class AmbientMLP(PolarMLP):
     """`PolarMLP` of ambient layers."""
 
     layer = AmbientLinear
 
 
-class AmbientPatchEmbedding(AblationPatchEmbedding):
+class AmbientPatchEmbedding(PatchEmbedding):
     """`PatchEmbedding` in ambient arithmetic."""
 
     layer = AmbientLinear
@@ -129,9 +116,11 @@ class AmbientGyroLayerNorm(GyroLayerNorm):
 class AmbientSpaceLayerNorm(SpaceLayerNorm):
     """`SpaceLayerNorm` in ambient arithmetic."""
 
-    curvature: Curvature
+    def __init__(self, features: int, *, k: Any = None, eps: float = 1e-5) -> None:
+        super().__init__(features, eps=eps)
+        self.curvature = k
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, key_padding_mask: None = None) -> Tensor:  # type: ignore[override]
         """(…, 1 + n) to the same shape."""
         k = self.curvature().to(x.dtype)
         return with_time(k.sqrt() * nn.LayerNorm.forward(self, x[..., 1:] / k.sqrt()), k)
@@ -198,7 +187,13 @@ class AmbientBoostEncoding(BoostEncoding):
 class AmbientHeadGain(HeadGain):
     """`HeadGain` in ambient arithmetic: (…, 1 + n) → (…, H, 1 + n/H), time recomputed."""
 
-    curvature: Curvature
+    # In a tuple, so that it is no submodule: the polar layer has none, and names must agree.
+    shared_curvature: tuple[Curvature]
+
+    @property
+    def curvature(self) -> Curvature:
+        """The attention layer's."""
+        return self.shared_curvature[0]
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Split and scale the space coordinates."""
@@ -207,21 +202,27 @@ class AmbientHeadGain(HeadGain):
         return with_time(heads * scale[:, None], self.curvature().to(x.dtype))
 
 
-class AmbientMultiheadAttention(AblationMultiheadAttention):
+class AmbientMultiheadAttention(PolarMultiheadAttention):
     """`PolarMultiheadAttention` in ambient arithmetic; no masks."""
 
     layer = AmbientLinear
     head_gain = AmbientHeadGain
     guarded = True
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for gain in (self.query_heads, self.key_heads, self.value_heads):
+            assert isinstance(gain, AmbientHeadGain)
+            gain.shared_curvature = (self.curvature,)
+
+    def forward(self, x: Tensor, *, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """(batch, P, 1 + n) to the same shape."""
         k = self.curvature().to(x.dtype)
         query = self.query_heads(self.query(x)).transpose(1, 2)
         key = self.key_heads(self.key(x)).transpose(1, 2)
         value = self.value_heads(self.value(x)).transpose(1, 2)
         if self.position is not None:
-            query, key = self.position(query), self.position(key)
+            query, key = self.position(query, positions), self.position(key, positions)
         gain = k * self.head_dim**-0.5 * torch.exp(-self.log_temperature.to(x.dtype))
         heads = ambient_attention(query, key, value, gain, k=k, guarded=self.guarded)
         joined = heads[..., 1:].transpose(1, 2).flatten(-2)
@@ -249,31 +250,32 @@ class AmbientTangentLinear(TangentLinear):
         return nn.Linear.forward(self, ambient_log_map_origin(x, self.curvature().to(x.dtype)))
 
 
-class AmbientParts(Parts):
-    """Every part of `Parts` in ambient arithmetic."""
+class AmbientLayers(PolarLayers):
+    """Every layer of `PolarLayers` in ambient arithmetic."""
 
     attention = AmbientMultiheadAttention
     mlp = AmbientMLP
     patch_embedding = AmbientPatchEmbedding
     position_table = AmbientPositionTable
-    norms: ClassVar[dict[str, Any]] = {"gyro": AmbientGyroLayerNorm, "space": AmbientSpaceLayerNorm}
-    residuals: ClassVar[dict[str, Any]] = {
-        "boost": AmbientBoostResidual,
-        "gyro": AmbientGyroResidual,
-        "space": AmbientSpaceResidual,
-    }
-    encodings: ClassVar[dict[str, Any]] = {
-        "horospherical": AmbientHorosphericalEncoding,
-        "boost": AmbientBoostEncoding,
-    }
-    heads: ClassVar[dict[str, Any]] = {"mlr": AmbientMLR, "linear": AmbientTangentLinear}
+    norms = {"gyro": AmbientGyroLayerNorm, "space": AmbientSpaceLayerNorm}  # noqa: RUF012
+    boost_residual = AmbientBoostResidual
+    gyro_residual = AmbientGyroResidual
+    space_residual = AmbientSpaceResidual
+    mlr = AmbientMLR
+    tangent_linear = AmbientTangentLinear
+    horospherical = AmbientHorosphericalEncoding
+    boost_encoding = AmbientBoostEncoding
     guarded = True
 
     @staticmethod
-    def prepend(token: Tensor, x: Tensor, k: Tensor) -> Tensor:
-        """Put exp at the origin of one vector (n,) before the tokens of every sample."""
-        point = ambient_exp_map_origin(token, k.to(token.dtype))
-        return torch.cat([point.expand(x.shape[0], 1, -1), x], 1)
+    def from_tangent(v: Tensor, k: Tensor) -> Tensor:
+        """exp at the origin of vectors (…, n)."""
+        return ambient_exp_map_origin(v, k.to(v.dtype))
+
+    @staticmethod
+    def prepend(token: Tensor, x: Tensor, batch: int) -> Tensor:
+        """Put one token (1, 1 + n) before the tokens of every sample."""
+        return torch.cat([token.expand(batch, 1, -1), x], 1)
 
     @staticmethod
     def first(x: Tensor) -> Tensor:
@@ -299,10 +301,10 @@ class TextbookMultiheadAttention(AmbientMultiheadAttention):
     guarded = False
 
 
-class TextbookParts(AmbientParts):
-    """`AmbientParts` by the formulas as they stand, without the customary clamps: NaN shows where
+class TextbookLayers(AmbientLayers):
+    """`AmbientLayers` by the formulas as they stand, without the customary clamps: NaN shows where
     rounding has left no point."""
 
     attention = TextbookMultiheadAttention
-    norms: ClassVar[dict[str, Any]] = {**AmbientParts.norms, "gyro": TextbookGyroLayerNorm}
+    norms = {**AmbientLayers.norms, "gyro": TextbookGyroLayerNorm}  # noqa: RUF012
     guarded = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .ablation import AblationConfig, AblationViT
-from .ambient_layers import AmbientParts, TextbookParts
+from rpt.geometry.lorentz.models.vit import PolarViT
+
+from .ambient_layers import AmbientLayers, TextbookLayers
 
 __all__ = [
     "AmbientViT",
@@ -11,24 +12,17 @@ __all__ = [
 ]
 
 
-class AmbientViT(AblationViT):
+class AmbientViT(PolarViT):
     """`PolarViT` on ambient coordinates: the same parameters by the same names, other arithmetic.
 
     A baseline: in float32 it is accurate to radius 4 and lost at 8. The default configuration is
     the whole Polar-ViT; the paper's own starting point is the first row of `ABLATION`.
     """
 
-    parts = AmbientParts
-
-    def __init__(self, config: AblationConfig) -> None:
-        super().__init__(config)
-        for module in self.modules():
-            if not hasattr(module, "curvature"):
-                # No submodule: the polar layers have none there, and names must agree.
-                module.__dict__["curvature"] = self.curvature
+    layers = AmbientLayers
 
 
 class TextbookViT(AmbientViT):
     """`AmbientViT` without the customary clamps on inner products and centroids."""
 
-    parts = TextbookParts
+    layers = TextbookLayers

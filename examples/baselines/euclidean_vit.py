@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from rpt.geometry.lorentz.layers.embedding import sine_cosine_table
+from rpt.geometry.lorentz.models.config import ViTConfig
 from rpt.geometry.lorentz.models.vit import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
-
-from .ablation import AblationConfig
 
 __all__ = [
     "EuclideanViT",
@@ -21,7 +20,7 @@ __all__ = [
 class EuclideanViTBlock(nn.Module):
     """The pre-norm block of Dosovitskiy et al. (2021)."""
 
-    def __init__(self, config: AblationConfig) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         width = config.width
         self.num_heads = config.num_heads
@@ -55,10 +54,9 @@ class EuclideanViT(VisionTransformer):
     Reads sizes, `position_table` and `readout` of the configuration; "centroid" is the mean.
     """
 
-    config_type = AblationConfig
     undecayed_parameters = ("table", "class_token")
 
-    def __init__(self, config: AblationConfig) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
         width = config.width
         self.patch_embedding = nn.Conv2d(
@@ -68,8 +66,7 @@ class EuclideanViT(VisionTransformer):
         if config.readout == "class_token":
             self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
         if config.position_table == "learned":
-            patches = config.grid[0] * config.grid[1]
-            self.table: Tensor | None = nn.Parameter(0.02 * torch.randn(patches, width))
+            self.table: Tensor | None = nn.Parameter(0.02 * torch.randn(config.num_patches, width))
         elif config.position_table == "sine_cosine":
             self.register_buffer("table", sine_cosine_table(config.grid, width))
         else:

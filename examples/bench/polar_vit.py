@@ -23,11 +23,11 @@ from rpt.geometry import lorentz
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from baselines import ABLATION, AmbientViT, EuclideanViT
+from baselines import AmbientViT, EuclideanViT
 
 # Numbers per token are kept, not computed again for every vector that they scale: for all models.
 OPTIONS = {"realize_opcount_threshold": 8}
-START = ABLATION["split-head Lorentz ViT, class token"][1]
+START = lorentz.ABLATION["split-head Lorentz ViT, class token"][1]
 
 
 def contestants(size: str, device: str) -> dict[str, Any]:

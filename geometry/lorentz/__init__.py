@@ -7,18 +7,26 @@ Points are pairs (a, u) (`Point`). `ops` holds pure functions, on which `layers`
 from .attention.blocked import blocked_attention, fused_attention
 from .attention.cache import PolarCache
 from .attention.multihead import HeadGain, PolarMultiheadAttention
-from .attention.position import HorosphericalEncoding
+from .attention.position import BoostEncoding, HorosphericalEncoding
 from .attention.scores import ScoreCoordinates, dense_attention, polar_score_coordinates
 from .hyperboloid import Lorentz
 from .layers.classifier import LorentzMLR
-from .layers.convolution import PolarConv2d, PolarReLU
+from .layers.convolution import (
+    CentroidPool2d,
+    PolarConv2d,
+    PolarDropout,
+    PolarMaxPool2d,
+    PolarReLU,
+    SpaceActivation,
+)
 from .layers.curvature import Curvature
 from .layers.embedding import LorentzEmbedding, PatchEmbedding, PositionTable, sine_cosine_table
 from .layers.linear import PolarLinear, PolarMLP
-from .layers.norm import GyroLayerNorm, PolarBatchNorm2d
-from .layers.residual import BoostResidual
+from .layers.norm import GyroLayerNorm, PolarBatchNorm2d, SpaceLayerNorm
+from .layers.radius import RADIUS_RULES
+from .layers.residual import BoostResidual, GyroResidual, SpaceResidual
 from .models.calibrate import calibrate_
-from .models.config import SIZES, ViTConfig
+from .models.config import ABLATION, RADIUS_ABLATION, SIZES, ViTConfig
 from .models.unet import PolarUNet, dice_score, segmentation_loss
 from .models.vit import PolarViT
 from .ops.centroid import centroid, centroids
@@ -48,8 +56,10 @@ from .ops.gyro import axis_boost, boost, boost_step, gyro_add, gyro_negate, gyro
 from .ops.horosphere import (
     HalfSpace,
     from_half_space,
+    half_space_squared_distance,
     horospherical_distance,
     horospherical_shift,
+    pairwise_half_space_squared_distance,
     to_half_space,
 )
 from .ops.maps import exp_map, exp_map_origin, log_map, log_map_origin, parallel_transport
@@ -67,10 +77,16 @@ from .optim.adamw import RiemannianAdamW, parameter_groups
 from .optim.manifold import KeepsManifold, LorentzManifold, LorentzParameter, pack, unpack
 
 __all__ = [
+    "ABLATION",
+    "RADIUS_ABLATION",
+    "RADIUS_RULES",
     "SIZES",
+    "BoostEncoding",
     "BoostResidual",
+    "CentroidPool2d",
     "Curvature",
     "GyroLayerNorm",
+    "GyroResidual",
     "HalfSpace",
     "HeadGain",
     "HorosphericalEncoding",
@@ -86,8 +102,10 @@ __all__ = [
     "PolarBatchNorm2d",
     "PolarCache",
     "PolarConv2d",
+    "PolarDropout",
     "PolarLinear",
     "PolarMLP",
+    "PolarMaxPool2d",
     "PolarMultiheadAttention",
     "PolarReLU",
     "PolarUNet",
@@ -95,6 +113,9 @@ __all__ = [
     "PositionTable",
     "RiemannianAdamW",
     "ScoreCoordinates",
+    "SpaceActivation",
+    "SpaceLayerNorm",
+    "SpaceResidual",
     "Tangent",
     "TangentLike",
     "ViTConfig",
@@ -123,6 +144,7 @@ __all__ = [
     "gyro_add",
     "gyro_negate",
     "gyro_scale",
+    "half_space_squared_distance",
     "homogeneous_activation",
     "horospherical_distance",
     "horospherical_shift",
@@ -135,6 +157,7 @@ __all__ = [
     "origin_like",
     "pack",
     "pairwise_distance",
+    "pairwise_half_space_squared_distance",
     "pairwise_squared_distance",
     "parallel_transport",
     "parameter_groups",

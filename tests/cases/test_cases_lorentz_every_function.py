@@ -49,6 +49,12 @@ FUNCTIONS = {
     "horospherical_distance": lambda x: L.horospherical_distance(x, 0.5),
     "to_half_space": L.to_half_space,
     "from_half_space": lambda x: L.from_half_space(L.to_half_space(x)),
+    "half_space_squared_distance": lambda x: L.half_space_squared_distance(
+        L.to_half_space(x), L.to_half_space(x)
+    ),
+    "pairwise_half_space_squared_distance": lambda x: L.pairwise_half_space_squared_distance(
+        L.to_half_space(x), L.to_half_space(x)
+    ),
     "split_heads": lambda x: L.split_heads(x, 2),
     "join_heads": lambda x: L.join_heads(L.split_heads(x, 2)),
     "concatenate": lambda x: L.concatenate(x, x),
@@ -78,20 +84,33 @@ LAYERS = {
         N, 2, is_causal=True, position=L.HorosphericalEncoding(2, 7)
     ),
     "GyroLayerNorm": lambda: L.GyroLayerNorm(N),
+    "SpaceLayerNorm": lambda: L.SpaceLayerNorm(N),
     "PolarBatchNorm2d": lambda: L.PolarBatchNorm2d(N),
     "PolarReLU": L.PolarReLU,
+    "PolarDropout": L.PolarDropout,
+    "SpaceActivation": lambda: L.SpaceActivation(torch.tanh),
     "LorentzMLR": lambda: L.LorentzMLR(N, 3),
+}
+RESIDUALS = {
+    "BoostResidual": L.BoostResidual,
+    "GyroResidual": L.GyroResidual,
+    "SpaceResidual": L.SpaceResidual,
 }
 IMAGES = {
     "PolarConv2d": lambda: L.PolarConv2d(N, 3, 3, padding=1),
     "max_pool2d": lambda: lambda x: L.max_pool2d(x, 2),
     "centroid_pool2d": lambda: lambda x: L.centroid_pool2d(x, 2),
     "upsample2x": lambda: L.upsample2x,
+    "PolarMaxPool2d": L.PolarMaxPool2d,
+    "CentroidPool2d": L.CentroidPool2d,
 }
 MAKERS = {
     **{name: (lambda f=f: f) for name, f in FUNCTIONS.items()},
     **LAYERS,
-    "BoostResidual": lambda: (lambda layer: lambda x: layer(x, x))(L.BoostResidual()),
+    **{
+        name: (lambda r=r: (lambda layer: lambda x: layer(x, x))(r()))
+        for name, r in RESIDUALS.items()
+    },
 }
 NOT_OF_POINTS = {
     "fused_attention",  # a deprecated name

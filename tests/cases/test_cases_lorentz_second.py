@@ -100,10 +100,12 @@ def test_case_49_integer_masks_are_refused(dtype, backend):
         layer(x, key_padding_mask=torch.zeros(2, 5, dtype=dtype))
     with pytest.raises(TypeError, match="attn_mask must be boolean"):
         layer(x, attn_mask=torch.ones(5, 5, dtype=dtype))
-    with pytest.raises(TypeError, match="boolean padding mask"):
-        L.GyroLayerNorm(8)(x, torch.zeros(2, 5, dtype=dtype))
-    with pytest.raises(TypeError, match="boolean padding mask"):
-        L.BoostResidual()(x, x, torch.zeros(2, 5, dtype=dtype))
+    for made in (L.GyroLayerNorm(8), L.SpaceLayerNorm(8)):
+        with pytest.raises(TypeError, match="boolean padding mask"):
+            made(x, torch.zeros(2, 5, dtype=dtype))
+    for residual in (L.BoostResidual(), L.GyroResidual(), L.SpaceResidual()):
+        with pytest.raises(TypeError, match="boolean padding mask"):
+            residual(x, x, torch.zeros(2, 5, dtype=dtype))
 
 
 def test_case_49_a_float64_mask_on_a_float32_layer_is_named():
@@ -330,7 +332,10 @@ PADDED = {
     "dense attention": lambda: L.PolarMultiheadAttention(8, 2, backend="dense"),
     "positions": lambda: L.PolarMultiheadAttention(8, 2, position=L.HorosphericalEncoding(2, 8)),
     "GyroLayerNorm": lambda: L.GyroLayerNorm(8),
+    "SpaceLayerNorm": lambda: L.SpaceLayerNorm(8),
     "BoostResidual": L.BoostResidual,
+    "GyroResidual": L.GyroResidual,
+    "SpaceResidual": L.SpaceResidual,
 }
 
 
@@ -454,6 +459,7 @@ SENSELESS = {
     "PolarLinear out": (lambda v: L.PolarLinear(3, v), SIZES),
     "PolarLinear k": (lambda v: L.PolarLinear(3, 3, k=v), NEGATIVE),
     "PolarLinear radius": (lambda v: L.PolarLinear(3, 3, radius=v), st.just("nonsense")),
+    "PolarLinear radius_std": (lambda v: L.PolarLinear(3, 3, radius_std=v), NEGATIVE),
     "PolarLinear init": (lambda v: L.PolarLinear(3, 3, init=v), st.just("nonsense")),
     "attention heads": (lambda v: L.PolarMultiheadAttention(4, v), SIZES),
     "attention dim": (lambda v: L.PolarMultiheadAttention(v, 1), SIZES),
@@ -464,10 +470,12 @@ SENSELESS = {
     ),
     "GyroLayerNorm": (lambda v: L.GyroLayerNorm(v), SIZES),
     "GyroLayerNorm eps": (lambda v: L.GyroLayerNorm(3, eps=v), NEGATIVE),
+    "SpaceLayerNorm": (lambda v: L.SpaceLayerNorm(v), SIZES),
     "PolarBatchNorm2d": (lambda v: L.PolarBatchNorm2d(v), SIZES),
     "PolarBatchNorm2d momentum": (lambda v: L.PolarBatchNorm2d(3, momentum=v), NEGATIVE),
     "PolarBatchNorm2d eps": (lambda v: L.PolarBatchNorm2d(3, eps=v), NEGATIVE),
     "BoostResidual": (lambda v: L.BoostResidual(v), NUMBERS),
+    "GyroResidual": (lambda v: L.GyroResidual(v), NUMBERS),
     "LorentzMLR": (lambda v: L.LorentzMLR(v, 2), SIZES),
     "LorentzEmbedding": (lambda v: L.LorentzEmbedding(v, 2), SIZES),
     "LorentzEmbedding std": (lambda v: L.LorentzEmbedding(2, 2, std=v), NEGATIVE),
@@ -480,9 +488,13 @@ SENSELESS = {
         lambda v: L.HorosphericalEncoding(2, 4, initial_rate=v),
         NUMBERS,
     ),
+    "BoostEncoding": (lambda v: L.BoostEncoding(v, 4), SIZES),
     "HeadGain": (lambda v: L.HeadGain(v), SIZES),
     "PolarConv2d": (lambda v: L.PolarConv2d(v, 3, 3), SIZES),
     "PolarConv2d kernel": (lambda v: L.PolarConv2d(3, 3, v), SIZES),
+    "PolarMaxPool2d": (lambda v: L.PolarMaxPool2d(v), SIZES),
+    "CentroidPool2d": (lambda v: L.CentroidPool2d(v), SIZES),
+    "PolarDropout": (lambda v: L.PolarDropout(v), NEGATIVE),
     "PolarUNet": (lambda v: L.PolarUNet(v), SIZES),
     "PolarViT depth": (lambda v: L.ViTConfig(2, 8, depth=v), SIZES),
     "PolarViT k": (lambda v: L.ViTConfig(2, 8, k=v), NEGATIVE),

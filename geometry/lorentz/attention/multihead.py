@@ -20,7 +20,7 @@ from ..ops.space import join_heads, split_heads
 from .block import causal_bias
 from .blocked import blocked_attention
 from .cache import CachedTokens, PolarCache
-from .position import HorosphericalEncoding
+from .position import BoostEncoding, HorosphericalEncoding
 from .scores import ScoreCoordinates, attention_weights, polar_score_coordinates, weighted_values
 
 
@@ -73,8 +73,8 @@ class PolarMultiheadAttention(NoSites):
         num_heads: H, which divides n.
         dropout: of the attention weights, in training.
         k: curvature −1/k, a number or a shared `Curvature`.
-        position: encoding of queries and keys.
-        radius: the radius rule of the four maps, see `PolarLinear`.
+        position: encoding of queries and keys, `HorosphericalEncoding` or `BoostEncoding`.
+        radius, radius_std: the radius rule of the four maps, see `PolarLinear`.
         is_causal: whether a query sees only tokens up to its own, by default of `forward`.
         backend: "auto" takes `blocked_attention`, linear in memory with a closed-form backward,
             except where only the dense path will do: dropout, `need_weights`, a mask with a
@@ -105,8 +105,9 @@ class PolarMultiheadAttention(NoSites):
         *,
         dropout: float = 0.0,
         k: float | Curvature = 1.0,
-        position: HorosphericalEncoding | None = None,
+        position: HorosphericalEncoding | BoostEncoding | None = None,
         radius: str = "anchored",
+        radius_std: float = 0.0,
         is_causal: bool = False,
         backend: Literal["auto", "dense"] = "auto",
         fused: bool | None = None,
@@ -135,7 +136,14 @@ class PolarMultiheadAttention(NoSites):
             )
         self.curvature = as_curvature_module(k)
         self.query, self.key, self.value, self.output = (
-            self.layer(embed_dim, embed_dim, k=self.curvature, radius=radius, init="orthogonal")
+            self.layer(
+                embed_dim,
+                embed_dim,
+                k=self.curvature,
+                radius=radius,
+                radius_std=radius_std,
+                init="orthogonal",
+            )
             for _ in range(4)
         )
         self.query_heads, self.key_heads, self.value_heads = (

@@ -6,51 +6,21 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import check_choice, check_count, check_number
+from ..ops.gyro import axis_boost
 from ..ops.horosphere import horospherical_shift, to_half_space
 from ..ops.point import PointLike, promote
-from .scores import ScoreCoordinates, half_space_score
+from .scores import ScoreCoordinates, half_space_score, polar_score_coordinates
 
 
-class HorosphericalEncoding(nn.Module):
-    """Shifts queries and keys along horospheres by t = m ρ_h / M, ρ_h learned per head.
-
-    The score then depends on positions only by their difference. In one dimension this is one
-    shift (ideal point of space axis 0, along axis 1). On a grid of patches:
-
-    - `scheme="shared"`: one ideal point, two shift axes; shifts commute, and the score depends
-      exactly on both differences. Heads need dimension ≥ 3.
-    - `scheme="paper"`: one pair of axes per grid axis, (0, 1) and (2, 3); exactly relative along
-      each axis, to first order in the rates across both. Heads need dimension ≥ 4.
-
-    Args:
-        num_heads: H.
-        num_positions: M, or (rows, columns) for a grid. It sets the unit of the rates and may be
-            exceeded.
-        scheme: see above; without meaning in one dimension.
-        initial_rate: ρ_h at the start.
-
-    The rates (axes, H) are never decayed (`parameter_groups`).
-
-    Raises:
-        ValueError: an option that does not exist; heads or positions that do not fit.
-
-    Example:
-        >>> import torch, rpt.geometry.lorentz as lorentz
-        >>> encoding = lorentz.HorosphericalEncoding(num_heads=2, num_positions=9)
-        >>> encoding(lorentz.exp_map_origin(torch.randn(1, 2, 9, 4))).vector.shape
-        torch.Size([1, 2, 9, 3])
-    """
+class _PositionEncoding(nn.Module):
+    """Positions, rates per head, and the step of each head at each token."""
 
     undecayed_parameters = ("rate",)
     grid_positions: Tensor | None
+    min_head_dim: int
 
     def __init__(
-        self,
-        num_heads: int,
-        num_positions: int | tuple[int, ...],
-        *,
-        scheme: str = "shared",
-        initial_rate: float = 1.0,
+        self, num_heads: int, num_positions: int | tuple[int, ...], initial_rate: float
     ) -> None:
         super().__init__()
         sizes = (num_positions,) if isinstance(num_positions, int) else tuple(num_positions)
@@ -61,9 +31,7 @@ class HorosphericalEncoding(nn.Module):
             )
         check_count("num_heads", num_heads)
         check_number("initial_rate", initial_rate)
-        check_choice("scheme", scheme, ("shared", "paper"))
-        self.num_heads, self.sizes, self.scheme = num_heads, sizes, scheme
-        self.min_head_dim = 4 if scheme == "paper" and len(sizes) == 2 else 1 + len(sizes)
+        self.num_heads, self.sizes = num_heads, sizes
         self.rate = nn.Parameter(torch.full((len(sizes), num_heads), float(initial_rate)))
         # Integers: a cast of the module leaves them exact.
         grid = None
@@ -121,6 +89,50 @@ class HorosphericalEncoding(nn.Module):
             return shares.unsqueeze(2) * rate[:, None, :, None]
         return shares.unsqueeze(1) * rate[:, :, None]
 
+
+class HorosphericalEncoding(_PositionEncoding):
+    """Shifts queries and keys along horospheres by t = m ρ_h / M, ρ_h learned per head.
+
+    The score then depends on positions only by their difference. In one dimension this is one
+    shift (ideal point of space axis 0, along axis 1). On a grid of patches:
+
+    - `scheme="shared"`: one ideal point, two shift axes; shifts commute, and the score depends
+      exactly on both differences. Heads need dimension ≥ 3.
+    - `scheme="paper"`: one pair of axes per grid axis, (0, 1) and (2, 3); exactly relative along
+      each axis, to first order in the rates across both. Heads need dimension ≥ 4.
+
+    Args:
+        num_heads: H.
+        num_positions: M, or (rows, columns) for a grid. It sets the unit of the rates and may be
+            exceeded.
+        scheme: see above; without meaning in one dimension.
+        initial_rate: ρ_h at the start.
+
+    The rates (axes, H) are never decayed (`parameter_groups`).
+
+    Raises:
+        ValueError: an option that does not exist; heads or positions that do not fit.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> encoding = lorentz.HorosphericalEncoding(num_heads=2, num_positions=9)
+        >>> encoding(lorentz.exp_map_origin(torch.randn(1, 2, 9, 4))).vector.shape
+        torch.Size([1, 2, 9, 3])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_positions: int | tuple[int, ...],
+        *,
+        scheme: str = "shared",
+        initial_rate: float = 1.0,
+    ) -> None:
+        super().__init__(num_heads, num_positions, initial_rate)
+        check_choice("scheme", scheme, ("shared", "paper"))
+        self.scheme = scheme
+        self.min_head_dim = 4 if scheme == "paper" and len(self.sizes) == 2 else 1 + len(self.sizes)
+
     def forward(
         self, x: PointLike, positions: Tensor | None = None, *, offset: int = 0
     ) -> ScoreCoordinates:
@@ -153,3 +165,35 @@ def _shifted(coordinates: tuple[Tensor, Tensor], steps: Tensor, first: int) -> S
     rest = w.shape[-1] - first - steps.shape[0]
     # Positions seldom differ between samples: the padding is done before the addition broadcasts.
     return half_space_score(log_nu, w + nn.functional.pad(steps.movedim(0, -1), (first, rest)))
+
+
+class BoostEncoding(_PositionEncoding):
+    """Lorentz boosts in place of shifts (after HoPE, Dai et al. 2025): the paper's ablation.
+
+    One boost of rapidity m ρ_h / M per grid axis, along space axis 0 (and 2).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> encoding = lorentz.BoostEncoding(num_heads=2, num_positions=(3, 3))
+        >>> encoding(lorentz.exp_map_origin(torch.randn(1, 2, 9, 4))).vector.shape
+        torch.Size([1, 2, 9, 4])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_positions: int | tuple[int, ...],
+        *,
+        initial_rate: float = 1.0,
+    ) -> None:
+        super().__init__(num_heads, num_positions, initial_rate)
+        self.min_head_dim = 2 * len(self.sizes) - 1
+
+    def forward(
+        self, x: PointLike, positions: Tensor | None = None, *, offset: int = 0
+    ) -> ScoreCoordinates:
+        """Encode heads (batch, H, N), (batch, H, N, m); see `HorosphericalEncoding.forward`."""
+        a, u, steps = self.read(x, positions, offset)
+        for axis, step in enumerate(steps):
+            a, u = axis_boost((a, u), step, axis=2 * axis)
+        return polar_score_coordinates((a, u))

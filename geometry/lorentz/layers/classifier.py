@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ...checks import check_count
 from ..ops.distance import mlr_logits
+from ..ops.maps import log_map_origin
 from ..ops.point import PointLike, promote_point
 from .curvature import Curvature, as_curvature_module
 from .sites import NoSites
@@ -58,3 +62,19 @@ class LorentzMLR(NoSites):
 
     def extra_repr(self) -> str:
         return f"{self.features} → {self.num_classes} classes"
+
+
+class TangentLinear(nn.Linear):
+    """A Euclidean linear head on log_o of the points: the baseline of `LorentzMLR`."""
+
+    def __init__(self, features: int, num_classes: int, *, k: Curvature) -> None:
+        super().__init__(features, num_classes)
+        self.curvature = k
+
+    def forward(self, x: Any) -> Tensor:
+        """Points (…), (…, n) → logits (…, C)."""
+        return super().forward(log_map_origin(x, k=self.curvature()))
+
+    def optimizer_observation_modules(self) -> Iterable[nn.Module]:
+        """It reads a new representation: the logarithm of a centroid."""
+        return [self]

@@ -1,21 +1,29 @@
-"""Polar convolution, one `conv2d` on space coordinates: no receptive field is ever formed. And ReLU."""
+"""Polar convolution: one `conv2d` on space coordinates, no receptive field is ever formed; and the
+activations, dropout and pooling that go with it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...checks import check_choice, check_count
-from ..ops.coordinates import unit_space
+from ...checks import check_choice, check_count, check_number
+from ..ops.coordinates import from_space, to_space, unit_space
 from ..ops.point import Point, PointLike, promote, without_autocast
 from ..ops.scalar import arcosh1p, asinh_exp, limit_radius, log_of_norm, norm_and_direction
-from ..ops.space import channels_first, channels_last, homogeneous_activation
+from ..ops.space import (
+    centroid_pool2d,
+    channels_first,
+    channels_last,
+    homogeneous_activation,
+    max_pool2d,
+)
 from .curvature import Curvature, as_curvature_module
-from .linear import anchored_log_radius
+from .radius import anchored_log_radius
 
 
 class DirectionConv2d(nn.Conv2d):
@@ -174,3 +182,78 @@ class PolarReLU(nn.Module):
     def forward(self, x: PointLike) -> Point:
         """Points to points of the same shapes."""
         return homogeneous_activation(x, torch.relu)
+
+
+class SpaceActivation(nn.Module):
+    """Any function of the space coordinates that keeps their shape, e.g. `gelu` or `tanh`.
+
+    Radii are limited to twice `radius_limit`, where the space coordinates stay finite.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> activation = lorentz.SpaceActivation(torch.nn.functional.gelu)
+        >>> activation(lorentz.exp_map_origin(torch.randn(5, 3))).u.shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *, k: float | Curvature = 1.0) -> None:
+        super().__init__()
+        self.function = function
+        self.curvature = as_curvature_module(k)
+
+    def forward(self, x: PointLike) -> Point:
+        """Points to points of the same shapes."""
+        k = self.curvature()
+        return from_space(self.function(to_space(x, k=k)), k=k)
+
+
+class PolarDropout(nn.Module):
+    """Dropout on the space coordinates, of probability p in [0, 1] (else ValueError).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarDropout(0.1)(lorentz.exp_map_origin(torch.randn(5, 3))).u.shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        check_number("p", p, 0.0)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: PointLike) -> Point:
+        """Points to points of the same shapes; the identity in evaluation."""
+        if not self.training or self.dropout.p == 0:
+            return Point(*promote(x)[0])
+        return homogeneous_activation(x, self.dropout)
+
+
+class PolarMaxPool2d(nn.Module):
+    """`max_pool2d` as a module: (batch, height, width), … to a smaller image.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.PolarMaxPool2d(2)(lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))).u.shape
+        torch.Size([1, 2, 2, 3])
+    """
+
+    def __init__(self, kernel_size: int = 2) -> None:
+        super().__init__()
+        check_count("kernel_size", kernel_size)
+        self.kernel_size = kernel_size
+
+    def forward(self, x: PointLike) -> Point:
+        return max_pool2d(x, self.kernel_size)
+
+
+class CentroidPool2d(PolarMaxPool2d):
+    """`centroid_pool2d` as a module: (batch, height, width), … to a smaller image.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> lorentz.CentroidPool2d(2)(lorentz.exp_map_origin(torch.randn(1, 4, 4, 3))).u.shape
+        torch.Size([1, 2, 2, 3])
+    """
+
+    def forward(self, x: PointLike) -> Point:
+        return centroid_pool2d(x, self.kernel_size)

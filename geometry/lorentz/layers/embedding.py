@@ -155,7 +155,7 @@ class PatchEmbedding(NoSites):
         patch_size: side of a square patch; divides height and width.
         features: n.
         k: curvature −1/k, a number or a shared `Curvature`.
-        radius: the radius rule, see `PolarLinear`.
+        radius, radius_std: the radius rule, see `PolarLinear`.
 
     Raises:
         ValueError: a size below 1, or images that patches do not tile.
@@ -177,6 +177,7 @@ class PatchEmbedding(NoSites):
         *,
         k: float | Curvature = 1.0,
         radius: str = "anchored",
+        radius_std: float = 0.0,
     ) -> None:
         super().__init__()
         check_count("in_channels", in_channels)
@@ -184,7 +185,11 @@ class PatchEmbedding(NoSites):
         self.in_channels, self.patch_size = in_channels, patch_size
         self.curvature = as_curvature_module(k)
         self.projection = self.layer(
-            in_channels * patch_size**2, features, k=self.curvature, radius=radius
+            in_channels * patch_size**2,
+            features,
+            k=self.curvature,
+            radius=radius,
+            radius_std=radius_std,
         )
 
     def pixels(self, images: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ...checks import check_choice, check_count
+from ...checks import check_choice, check_count, check_number
 from ..ops.coordinates import klein_row
 from ..ops.point import Point, PointLike, promote_point, radius_limit, without_autocast
 from ..ops.scalar import asinh_exp, log_cosh, log_of_norm, norm_and_direction
 from .curvature import Curvature, as_curvature_module
+from .radius import RadiusRule, anchored_log_radius, make_radius_rule
 from .sites import NoSites
 
 
@@ -35,16 +36,6 @@ def _is_homogeneous(activation: Callable[[Tensor], Tensor] | None) -> bool:
     return activation in (None, torch.relu, nn.functional.relu, nn.functional.leaky_relu)
 
 
-def anchored_log_radius(
-    log_norm: Tensor, a: Tensor, by_direction: Tensor, *, power_change: Tensor, gain: Tensor,
-    bias: Tensor,
-) -> Tensor:  # fmt: skip
-    """ℓ = β ln(‖h‖/√k) + λa + φᵀχ + φ₀ (Polar-ViT paper, Eq. 8), β = 1 + `power_change`; φᵀχ is
-    `by_direction`."""
-    power = 1.0 + power_change.to(a.dtype)
-    return power * log_norm + gain.to(a.dtype) * a + by_direction + bias.to(a.dtype)
-
-
 class PolarLinear(nn.Module):
     """Polar fully connected layer (Polar-ViT paper, Eq. 8): points of dimension n → n′.
 
@@ -63,8 +54,10 @@ class PolarLinear(nn.Module):
         out_features: n′.
         k: curvature −1/k, a number or a shared `Curvature`.
         activation: φ, applied to the space coordinates h; None is the identity.
-        radius: "anchored", the rule above, or "lorentz", the plain Lorentz layer without radius
-            parameters. A subclass has another rule by its `log_radius`.
+        radius: "anchored", the rule above; "lorentz", the plain Lorentz layer without radius
+            parameters; or another of `RADIUS_RULES` (ablations, see `radius.py`).
+        radius_std: standard deviation of a random start of the anchored rule's parameters
+            around the anchor (an ablation; φ is scaled by 1/√n).
         init: "xavier" for MLPs and embeddings or "orthogonal" for attention, as in the paper.
 
     For the optimizer: `direction.weight` (n′ × (n+1), time column first) is a Euclidean matrix
@@ -90,19 +83,21 @@ class PolarLinear(nn.Module):
         k: float | Curvature = 1.0,
         activation: Callable[[Tensor], Tensor] | None = None,
         radius: str = "anchored",
+        radius_std: float = 0.0,
         init: str = "xavier",
     ) -> None:
         super().__init__()
         check_count("in_features", in_features)
         check_count("out_features", out_features)
-        check_choice("radius", radius, ("anchored", "lorentz"))
+        check_number("radius_std", radius_std, 0.0)
         check_choice("init", init, ("xavier", "orthogonal"))
         self.in_features, self.out_features = in_features, out_features
         self.curvature = as_curvature_module(k)
         self.direction = DirectionMap(in_features, out_features)
         self.activation = activation
         self.homogeneous = _is_homogeneous(activation)
-        self.radius_rule, self.init = radius, init
+        self.radius_rule, self.radius_std, self.init = radius, radius_std, init
+        self.other_rule: RadiusRule | None = make_radius_rule(radius, in_features)
         if radius == "anchored":
             self.norm_power_change = nn.Parameter(torch.zeros(()))
             self.radius_gain = nn.Parameter(torch.zeros(()))
@@ -127,6 +122,8 @@ class PolarLinear(nn.Module):
                     self.radius_bias,
                 ):
                     p.zero_()
+                    if self.radius_std > 0:
+                        p.normal_(std=self.radius_std / max(p.numel(), 1) ** 0.5)
             self.radius_offset.zero_()
             self.calibrated.fill_(False)
 
@@ -158,6 +155,8 @@ class PolarLinear(nn.Module):
     def log_radius(self, log_norm: Tensor, a: Tensor, chi: Tensor, u: Tensor) -> Tensor:
         """ℓ = ln sinh a′ from ln(‖h‖/√k), the input radius (…), Klein vector and u (…, n)."""
         offset = self.radius_offset.to(a.dtype)
+        if self.other_rule is not None:
+            return self.other_rule(log_norm, a, chi, u) + offset
         if self.radius_rule == "lorentz":
             return log_norm + offset
         with without_autocast(a.device.type):
@@ -193,7 +192,7 @@ class PolarMLP(NoSites):
         hidden_features: dimension in between.
         k: curvature −1/k, a number or a shared `Curvature`.
         activation: applied to the space coordinates of the hidden layer.
-        radius: the radius rule of both layers, see `PolarLinear`.
+        radius, radius_std: the radius rule of both layers, see `PolarLinear`.
 
     Example:
         >>> import torch, rpt.geometry.lorentz as lorentz
@@ -211,11 +210,12 @@ class PolarMLP(NoSites):
         k: float | Curvature = 1.0,
         activation: Callable[[Tensor], Tensor] | None = torch.relu,
         radius: str = "anchored",
+        radius_std: float = 0.0,
     ) -> None:
         super().__init__()
         curvature = as_curvature_module(k)
         self.first, self.second = (
-            self.layer(*sizes, k=curvature, activation=phi, radius=radius)
+            self.layer(*sizes, k=curvature, activation=phi, radius=radius, radius_std=radius_std)
             for sizes, phi in (
                 ((features, hidden_features), activation),
                 ((hidden_features, features), None),

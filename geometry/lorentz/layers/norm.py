@@ -1,5 +1,6 @@
-"""Gyro layer norm over the tokens of a sample (Polar-ViT paper, section 4.4), and batch norm of
-points (Bdeir et al. 2024)."""
+"""Gyro layer norm over the tokens of a sample (Polar-ViT paper, section 4.4), batch norm of points
+(Bdeir et al. 2024), and a layer norm of space coordinates.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ...checks import check_count, check_number
 from ..ops.centroid import centroid
+from ..ops.coordinates import from_unit_space, unit_space
 from ..ops.gyro import gyro_add, gyro_negate, gyro_scale
 from ..ops.maps import exp_map_origin
 from ..ops.point import Point, PointLike, promote, promote_point
@@ -133,6 +135,43 @@ class GyroLayerNorm(NoSites):
 
     def extra_repr(self) -> str:
         return f"{self.features}"
+
+
+class SpaceLayerNorm(NoSites, nn.LayerNorm):
+    """A Euclidean layer norm of the space coordinates (in units of √k): what the ablation of the
+    paper starts from. It takes no mean over tokens.
+
+    Radii are limited to twice `radius_limit`, where the space coordinates stay finite. Gain and
+    bias are scale parameters, not decayed. Masks are checked as in `GyroLayerNorm`.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(4, 5, 8))
+        >>> lorentz.SpaceLayerNorm(8)(x).u.shape
+        torch.Size([4, 5, 8])
+    """
+
+    undecayed_parameters = ("weight", "bias")
+
+    def __init__(self, features: int, *, k: object = None, eps: float = 1e-5) -> None:
+        check_count("features", features)
+        check_number("eps", eps, 0.0)
+        super().__init__(features, eps=eps)
+
+    def forward(  # type: ignore[override]
+        self, x: PointLike, key_padding_mask: Tensor | None = None
+    ) -> Point:
+        """Points (…), (…, n) to points of the same shapes; padded ones are read as the origin."""
+        ((a, u),) = read_tokens(key_padding_mask, "SpaceLayerNorm", x)
+        space = unit_space(a, u)
+        # A layer norm does not change when its argument is scaled: no square overflows.
+        largest = space.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+        weight, bias = self.weight.to(a.dtype), self.bias.to(a.dtype)
+        eps = self.eps / (largest * largest).clamp(max=1e30)
+        scaled = space / largest
+        centred = scaled - scaled.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return from_unit_space(centred * torch.rsqrt(variance + eps) * weight + bias)
 
 
 class PolarBatchNorm2d(NoSites):

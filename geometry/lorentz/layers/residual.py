@@ -1,4 +1,4 @@
-"""The residual connection of Polar-ViT: the polar boost (Eq. 12)."""
+"""Residual connections: the polar boost (Eq. 12), the ambient boost and the space sum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import check_number
-from ..ops.gyro import boost_step
+from ..ops.coordinates import from_unit_space, unit_space
+from ..ops.gyro import boost_step, gyro_add, gyro_scale
 from ..ops.point import Point, PointLike
 from .norm import read_tokens, refuse_causal, token_weights
 from .sites import NoSites
@@ -64,3 +65,46 @@ class BoostResidual(NoSites):
 
     def extra_repr(self) -> str:
         return f"center={self.center}"
+
+
+class GyroResidual(NoSites):
+    """x ⊕ (α ⊗ f(x)): one whole boost per token, the ablation before the polar form.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(4, 5, 8))
+        >>> lorentz.GyroResidual()(x, update=x).u.shape
+        torch.Size([4, 5, 8])
+    """
+
+    undecayed_parameters = ("alpha",)
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        super().__init__()
+        check_number("alpha", alpha)
+        self.alpha = nn.Parameter(torch.tensor(float(alpha)))
+
+    def forward(
+        self, x: PointLike, update: PointLike, key_padding_mask: Tensor | None = None
+    ) -> Point:
+        """Move tokens x by the block output `update` of the same shapes; padding is the origin."""
+        x, update = read_tokens(key_padding_mask, "GyroResidual", x, update)
+        return gyro_add(x, gyro_scale(self.alpha, update))
+
+
+class SpaceResidual(NoSites):
+    """Add space coordinates (Chen et al. 2022): the residual the paper's ablation starts from.
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(4, 5, 8))
+        >>> lorentz.SpaceResidual()(x, update=x).u.shape
+        torch.Size([4, 5, 8])
+    """
+
+    def forward(
+        self, x: PointLike, update: PointLike, key_padding_mask: Tensor | None = None
+    ) -> Point:
+        """Add `update` to x by their space coordinates; padding is the origin."""
+        (a, u), (b, v) = read_tokens(key_padding_mask, "SpaceResidual", x, update)
+        return from_unit_space(unit_space(a, u) + unit_space(b, v))

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .distance import half_squared_chord, pair_c
 from .point import Point, PointLike, check_curvature, is_origin, promote, square_root
 from .scalar import (
     asinh_of_norm,
     half_squared_norm,
     limit_radius,
     norm_and_direction,
+    squared_arcosh1p,
 )
 
 
@@ -195,3 +197,37 @@ def horospherical_distance(
     root = square_root(check_curvature(k, log_nu))
     t = torch.as_tensor(t, dtype=log_nu.dtype, device=log_nu.device)
     return 2.0 * root * torch.asinh(0.5 * t.abs() * torch.exp(log_nu))
+
+
+def half_space_squared_distance(
+    x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], *, k: float | Tensor = 1.0
+) -> Tensor:
+    """Squared distance from half-space coordinates: (…) from (…) and (…).
+
+    c = νν′‖Δw‖²/2k + (ν−ν′)²/(2νν′), whose second term is 2 sinh²(½ ln(ν/ν′)).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.tensor([0.5, 1.0]))
+        >>> lorentz.half_space_squared_distance(*(lorentz.to_half_space(p) for p in (x, x)))
+        tensor(0.)
+    """
+    half = torch.sinh(0.5 * (x[0] - y[0]))
+    c = 2.0 * half * half + torch.exp(x[0] + y[0]) * half_squared_chord(x[1], y[1])
+    return check_curvature(k, c) * squared_arcosh1p(c)
+
+
+def pairwise_half_space_squared_distance(
+    x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], *, k: float | Tensor = 1.0
+) -> Tensor:
+    """Squared distances of all pairs from half-space coordinates: (…, N), (…, M) → (…, N, M).
+
+    Example:
+        >>> import torch, rpt.geometry.lorentz as lorentz
+        >>> x = lorentz.exp_map_origin(torch.randn(4, 3))
+        >>> h = lorentz.to_half_space(x)
+        >>> lorentz.pairwise_half_space_squared_distance(h, h).shape
+        torch.Size([4, 4])
+    """
+    c = pair_c(x[0], torch.exp(x[0]), x[1], y[0], torch.exp(y[0]), y[1])
+    return check_curvature(k, c) * squared_arcosh1p(c)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .riemannian import manifold_of, riemannian_adamw_update
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimizer: what decays, and what does not.
@@ -39,9 +41,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 class RiemannianAdamW(torch.optim.Optimizer):
     """AdamW on a model of Euclidean and manifold parameters.
 
-    A parameter that carries a `manifold` takes its `adamw_update` (see `LorentzManifold`): moments
-    in the tangent space, manifold decay, exponential map, transported momentum. Every other
-    parameter takes exactly `torch.optim.AdamW`, to the bit.
+    A parameter that carries a `manifold` (see `riemannian.Manifold`) takes `riemannian_adamw_update`:
+    moments in the tangent space, manifold decay, exponential map, transported momentum. Every
+    other parameter takes exactly `torch.optim.AdamW`, to the bit.
 
     Args:
         params: parameters or groups; see `parameter_groups`.
@@ -93,7 +95,7 @@ class RiemannianAdamW(torch.optim.Optimizer):
         """Add a group, as in `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group.get("amsgrad") and any(hasattr(p, "manifold") for p in group["params"]):
+        if group.get("amsgrad") and any(manifold_of(p) is not None for p in group["params"]):
             raise ValueError("amsgrad is not defined for manifold parameters; put them elsewhere")
 
     @torch.no_grad()
@@ -107,7 +109,7 @@ class RiemannianAdamW(torch.optim.Optimizer):
             (group, p)
             for group in self.param_groups
             for p in group["params"]
-            if p.grad is not None and hasattr(p, "manifold")
+            if p.grad is not None and manifold_of(p) is not None
         ]
         for _, p in curved:
             if p.grad.is_sparse:
@@ -119,7 +121,7 @@ class RiemannianAdamW(torch.optim.Optimizer):
             self._step_on_manifold(group, p, p.grad)
         # The rest is torch's own rule, with the same options and states.
         self._euclidean.param_groups = [
-            {**group, "params": [p for p in group["params"] if not hasattr(p, "manifold")]}
+            {**group, "params": [p for p in group["params"] if manifold_of(p) is None]}
             for group in self.param_groups
         ]
         self._euclidean.state = self.state
@@ -127,13 +129,16 @@ class RiemannianAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_on_manifold(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> None:
+        manifold = manifold_of(p)
+        assert manifold is not None
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(p.detach())
             state["exp_avg_sq"] = torch.zeros_like(p.detach()[..., 0])
         state["step"] += 1
-        point, exp_avg, exp_avg_sq = p.manifold.adamw_update(  # type: ignore[attr-defined]
+        point, exp_avg, exp_avg_sq = riemannian_adamw_update(
+            manifold,
             p.detach(),
             -gradient if group["maximize"] else gradient,
             state["exp_avg"],

@@ -1,9 +1,7 @@
 """Lorentz points as parameters: the manifold object an optimizer asks, and the parameter itself.
 
 A parameter holds points in one tensor (…, 1 + n): a, then the direction u. Tangent vectors have
-the same shape: ξ_r, then ξ_⊥. An optimizer that finds the attribute `manifold` keeps `exp_avg` (the
-point's shape), `exp_avg_sq` (one number per point) and `step`, and calls `adamw_update`; it needs to
-know nothing of the geometry.
+the same shape: ξ_r, then ξ_⊥. The object's methods are those of `riemannian.Manifold`.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from ..ops.coordinates import gradient_from_polar
 from ..ops.maps import exp_map, parallel_transport
 from ..ops.point import Point
 from ..ops.scalar import norm_and_direction
+from .riemannian import RiemannianAdamWState, riemannian_adamw_update
 
 
 def pack(x: tuple[Tensor, Tensor]) -> Tensor:
@@ -46,7 +45,7 @@ def unpack(packed: Tensor) -> Point:
 
 
 class LorentzManifold:
-    """How Lorentz points in polar form are optimised: packed points and tangent vectors (…, 1 + n).
+    """How Lorentz points in polar form are optimised (`riemannian.Manifold`).
 
     Args:
         k: the curvature is −1/k: a number, or the module that returns it (the `Curvature` of the layer
@@ -77,45 +76,10 @@ class LorentzManifold:
         return self.k().detach() if isinstance(self.k, nn.Module) else self.k
 
     def adamw_update(
-        self,
-        point: Tensor,
-        gradient: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: int | float | Tensor,
-        *,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step of AdamW: the new point and its new moments. Pure: no argument is changed.
-
-        AdamW's order is kept: moments of the gradient at the old point, decay, then the step. The
-        second moment is one number per point (the squared Riemannian norm), so that the step does
-        not depend on the frame; its length is at most about `lr`. Momentum is transported after
-        every move, the decay included.
-
-        Args:
-            point, gradient: (…, 1 + n), and what autograd left in `.grad`.
-            exp_avg, exp_avg_sq: moments, a tangent vector at `point` and (…); zeros at first.
-            step: how many steps this one makes: 1, 2, …
-            lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-
-        Source: Riemannian AdamW (Bdeir et al. 2025) in the polar frame, the Polar-ViT paper, App. B.
-        """
-        beta1, beta2 = betas
-        tangent = self.riemannian_gradient(point, gradient)
-        exp_avg = torch.lerp(exp_avg, tangent, 1.0 - beta1)
-        exp_avg_sq = torch.lerp(exp_avg_sq, self.squared_norm(point, tangent), 1.0 - beta2)
-        if weight_decay != 0:
-            decayed = self.decay(point, lr * weight_decay)
-            exp_avg = self.transport(point, exp_avg, decayed)
-            point = decayed
-        mean = exp_avg / (1.0 - beta1**step)
-        scale = (exp_avg_sq / (1.0 - beta2**step)).sqrt() + eps
-        new_point = self.retract(point, mean * (-lr / scale).unsqueeze(-1))
-        return new_point, self.transport(point, exp_avg, new_point), exp_avg_sq
+        self, point: Tensor, gradient: Tensor, *moments: Any, **options: Any
+    ) -> RiemannianAdamWState:
+        """`riemannian_adamw_update` here: what `ResidualPolarTransport` asks of a manifold."""
+        return riemannian_adamw_update(self, point, gradient, *moments, **options)
 
     def riemannian_gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """From the gradient by the stored (a, u): ξ_r = ∂a/√k, ξ_⊥ = P ∂u/(√k sinh a)."""

@@ -54,9 +54,7 @@ def test_encoding_is_the_shift():
 
 
 def test_boost_encoding_moves_points_along_its_axis():
-    from baselines.ablation import BoostEncoding
-
-    encoding = BoostEncoding(2, 4)
+    encoding = lorentz.BoostEncoding(2, 4)
     x = points(2, 2, 4, 5)
     level, _, vector = encoding(x)
     assert torch.allclose(level[:, :, 0], x.a[:, :, 0], atol=1e-5)

@@ -186,6 +186,17 @@ def test_boost_residual_at_the_origin_and_past_it():
     assert u.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("layer", [lorentz.GyroResidual(), lorentz.SpaceResidual()])
+def test_other_residuals_are_plain_formulas(layer):
+    x, y = points(3, 4), points(3, 4)
+    out = lorentz.to_space(layer(x, y))
+    if isinstance(layer, lorentz.SpaceResidual):
+        expected = lorentz.to_space(x) + lorentz.to_space(y)
+    else:
+        expected = lorentz.to_space(lorentz.gyro_add(x, lorentz.gyro_scale(0.1, y)))
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
 # --- head, embeddings, activations --------------------------------------------------------------
 
 
@@ -239,12 +250,17 @@ def test_activations():
     x = points(6, 5)
     relu = lorentz.to_space(lorentz.PolarReLU()(x))
     assert torch.allclose(relu, lorentz.to_space(x).relu(), atol=1e-6)
+    gelu = lorentz.SpaceActivation(nn.functional.gelu, k=2.0)(x)
+    expected = nn.functional.gelu(lorentz.to_space(x, k=2.0))
+    assert torch.allclose(lorentz.to_space(gelu, k=2.0), expected, atol=1e-5)
     far = lorentz.PolarReLU()((torch.full((6,), 400.0), x.u))
     assert torch.allclose(far.a, torch.tensor(400.0), atol=8.0)
     v = torch.zeros(2, 5, requires_grad=True)
     lorentz.to_space(lorentz.PolarReLU()(lorentz.exp_map_origin(v))).sum().backward()
     assert v.grad.isfinite().all()
-    dropped = lorentz.to_space(lorentz.homogeneous_activation(x, nn.Dropout(0.5)))
+    dropout = lorentz.PolarDropout(0.5)
+    assert torch.equal(dropout.eval()(x).u, x.u)
+    dropped = lorentz.to_space(dropout.train()(x))
     kept = dropped != 0
     assert torch.allclose(dropped[kept], 2 * lorentz.to_space(x)[kept], atol=1e-5)
 

@@ -79,7 +79,10 @@ def test_every_layer_declares_its_sites():
         thing = getattr(lorentz, name)
         if isinstance(thing, type) and issubclass(thing, nn.Module):
             helpers = (lorentz.Curvature, lorentz.HeadGain, lorentz.PolarReLU)
-            helpers += (lorentz.HorosphericalEncoding, lorentz.KeepsManifold)
+            helpers += (lorentz.SpaceActivation, lorentz.PolarDropout)
+            helpers += (lorentz.HorosphericalEncoding, lorentz.BoostEncoding)
+            helpers += (lorentz.KeepsManifold,)
+            helpers += (lorentz.PolarMaxPool2d, lorentz.CentroidPool2d)
             assert issubclass(thing, helpers) or issubclass(thing, ObservableModel)
 
 

@@ -5,17 +5,8 @@ import dataclasses
 import pytest
 import rpt.geometry.lorentz as lorentz
 import torch
-from baselines import (
-    ABLATION,
-    RADIUS_ABLATION,
-    RADIUS_RULES,
-    AblationConfig,
-    AblationViT,
-    AmbientViT,
-    EuclideanViT,
-    TextbookViT,
-)
-from baselines.ablation import make_radius_rule
+from baselines import AmbientViT, EuclideanViT, TextbookViT
+from rpt.geometry.lorentz.layers.radius import make_radius_rule
 from rpt.observers.protocol import declared_sites
 from torch import nn
 
@@ -26,7 +17,7 @@ MODELS = [lorentz.PolarViT, AmbientViT, EuclideanViT]
 
 
 def small(model=lorentz.PolarViT, **options):
-    return model(model.config_type(5, 8, **{**SMALL, **options}))
+    return model(lorentz.ViTConfig(5, 8, **{**SMALL, **options}))
 
 
 def shaken(model):
@@ -55,9 +46,9 @@ COMBINATIONS = [
     {},
     {"k": 2.7, "residual": "gyro", "encoding_scheme": "paper"},
     {"k": 0.3, "residual": "space", "norm": "space", "encoding": None, "head": "linear"},
-    {"k": 1.3, "encoding": "boost", "position_table": "sine_cosine"},
-    {"residual": "space", "encoding": None, "readout": "class_token", "position_table": None},
-    *({"residual": "gyro", "radius": rule} for rule in RADIUS_RULES if rule != "anchored"),
+    {"k": 1.3, "readout": "class_token", "encoding": "boost", "position_table": "sine_cosine"},
+    {"residual": "space", "readout": "class_token", "position_table": None},
+    *({"residual": "gyro", "radius": rule} for rule in lorentz.RADIUS_RULES if rule != "anchored"),
     {"radius_std": 0.2, "learnable_curvature": True, "k": 1.5},
 ]
 
@@ -65,7 +56,7 @@ COMBINATIONS = [
 @pytest.mark.parametrize("options", COMBINATIONS, ids=lambda o: ",".join(map(str, o.values())))
 def test_polar_and_ambient_arithmetic_agree_in_double_precision(options):
     """The paper's own check (App. E.5), for every component, with gradients."""
-    polar = shaken(small(AblationViT, **options).double())
+    polar = shaken(small(**options).double())
     twin = small(AmbientViT, **options).double()
     twin.load_state_dict(polar.state_dict())
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
@@ -95,24 +86,16 @@ def test_without_clamps_the_twin_is_the_same_near_and_not_finite_far():
 def test_every_ablation_row_is_a_model_of_its_own():
     outputs = []
     images = torch.randn(2, 3, 8, 8)
-    for arithmetic, options in ABLATION.values():
+    for arithmetic, options in lorentz.ABLATION.values():
         torch.manual_seed(0)
-        model = small(AblationViT if arithmetic == "polar" else AmbientViT, **options)
+        model = small(lorentz.PolarViT if arithmetic == "polar" else AmbientViT, **options)
         outputs.append(shaken(model)(images))
-    for options in RADIUS_ABLATION.values():
+    for options in lorentz.RADIUS_ABLATION.values():
         torch.manual_seed(0)
-        outputs.append(shaken(small(AblationViT, **options))(images))
+        outputs.append(shaken(small(**options))(images))
     assert all(torch.isfinite(out).all() for out in outputs)
     # The full model appears in both tables; every other row is another function.
     assert len({round(float(out.detach().abs().sum()), 5) for out in outputs}) == len(outputs) - 1
-
-
-def test_the_parts_that_an_ablation_starts_from_are_polar_vit():
-    """By the same names, and to the bit: the library's model is the ablation's last row."""
-    config, images = AblationConfig(5, 8, **SMALL), torch.randn(2, 3, 8, 8)
-    ours, theirs = lorentz.PolarViT(config), AblationViT(config)
-    theirs.load_state_dict(shaken(ours).state_dict())
-    assert torch.equal(ours(images), theirs(images))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "bounded"])
@@ -217,10 +200,10 @@ def test_float32_far_out_follows_float64():
     """At radius 9 ambient arithmetic is noise; polar arithmetic is as good as its inputs."""
     torch.manual_seed(0)
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    polar = small(AblationViT, residual="gyro").double()
+    polar = small(residual="gyro").double()
     lorentz.calibrate_(polar, images, 9.0)
     exact = polar(images)
-    single = small(AblationViT, residual="gyro")
+    single = small(residual="gyro")
     twin = small(AmbientViT, residual="gyro")
     for model in (single, twin):
         model.load_state_dict(polar.state_dict())
@@ -234,9 +217,7 @@ def test_float32_far_out_follows_float64():
 def test_configurations_and_images_that_do_not_fit():
     for bad in ({"norm": "batch"}, {"residual": "sum"}, {"readout": "max"}, {"radius": "cap"}):
         with pytest.raises(ValueError, match="must be one of"):
-            small(AblationViT, **bad)
-    with pytest.raises(ValueError, match="must be one of"):
-        small(encoding_scheme="both")
+            small(**bad)
     with pytest.raises(ValueError, match="tile"):
         small(patch_size=3)
     with pytest.raises(ValueError, match="divide"):
