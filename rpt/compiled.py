@@ -2,15 +2,16 @@
 
 A tracer sees `Compiled.step`: `prepare`, which runs while it traces, lists of tensors that become the graph's
 inputs, and `_core`, whose operations become the graph. The decisions are those of a recorded step, made by
-tensors. What a graph cannot hold is in one operator, called in every step: it decomposes where roots are
-due, and fetches the learning rates, so that neither a schedule nor a refresh is traced.
+tensors. What a graph cannot hold is in two operators, called in every step: one fetches the learning rates,
+the other decomposes where roots are due, so that neither a schedule nor a refresh is traced.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
@@ -21,13 +22,14 @@ from torch import Tensor
 from .observing import NOTHING
 from .options import NAMES
 from .ownership import Agreement, Live, Ownership
-from .refusals import warn_of_failed_roots, warn_of_nonfinite
+from .refusals import interrupted, warn_of_failed_roots, warn_of_nonfinite
 from .roots.kronecker import KroneckerRoots
-from .roots.packed import lower, traced_places
-from .rule.scalars import numbers_of
-from .rule.update import Facts, Rows, refresh, take_step
+from .roots.packed import PLACES, lower
+from .rule.update import Facts, refresh, take_step
+from .stacks import Stacks
 from .step import begin, deliver, limits
 from .store.schema import METRIC
+from .store.stack import Stack
 from .work import Work
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class Traced:
     """What a compiled step of an optimizer works on, in lists that a tracer can guard.
 
     Attributes:
-        handle: where the operator finds this, text, so that no tracer takes it for a size.
+        handle: where the operators find this, text, so that no tracer takes it for a size.
         groups, options, counts: the parameter groups, what their options were, and how many parameters
             they had.
         parameters, idle: those with a gradient, and those without.
@@ -93,23 +95,17 @@ def _is_root(key: str) -> bool:
 
 
 class Compiled:
-    """The step of one optimizer, for torch.compile.
-
-    Attributes:
-        ready: what the latest graph was made of, by its handle. In a dict, because a tracer takes a size
-            for dynamic that is another than it was before in the same place.
-    """
+    """The step of one optimizer, for torch.compile."""
 
     def __init__(self, optimizer: ResidualPolarTransport) -> None:
         self._optimizer = ref(optimizer)
-        self.ready: dict[str, Traced] = {}
 
-    def step(self) -> bool:
+    def step(self, stacks: Stacks) -> bool:
         """Take the step as part of a graph; False for one that must be ordinary."""
         handle = self.prepare()
         if not handle:
             return False
-        traced = self.ready[handle]
+        traced = stacks.traced[handle]
         if not traced.as_traced():
             return False
         gradients = [parameter.grad for parameter in traced.parameters]
@@ -147,7 +143,9 @@ class Compiled:
         if len({tensor.device for work in works for tensor in work.stack.whole()}) > 1:
             return ""
         traced = Traced(optimizer, live, works)
-        self.ready = {traced.handle: traced}
+        # A dict of one, because a tracer takes a size for dynamic that is another than it was before in
+        # the same place.
+        stacks.traced = {traced.handle: traced}
         return traced.handle
 
 
@@ -169,12 +167,9 @@ def _core(
 ) -> None:
     """The step of `Traced` number `handle`, on the tensors given in place of its own."""
     traced = _traced[handle]
-    traced_places.update(zip(traced.sides, places, strict=True))
-    try:
-        with torch.no_grad(), torch.autocast(rates.device.type, enabled=False):
-            _take(traced, parameters, gradients, tensors, rates)
-    finally:
-        traced_places.clear()
+    brought = {PLACES % s: p for s, p in zip(traced.sides, places, strict=True)}
+    with torch.no_grad(), torch.autocast(rates.device.type, enabled=False):
+        _take(traced, parameters, gradients, tensors, brought, rates)
 
 
 def _take(
@@ -182,9 +177,11 @@ def _take(
     parameters: list[Tensor],
     gradients: list[Tensor],
     tensors: list[Tensor],
+    places: dict[str, Tensor],
     rates: Tensor,
 ) -> None:
     """A recorded step, whose roots are refreshed in the middle of it by the host."""
+    torch.ops.rpt.rates(traced.handle, rates)
     ownership, works = Ownership(), []
     for work in traced.works:
         count = len(work.stack.whole())
@@ -202,9 +199,10 @@ def _take(
         )
     live = [(0, p, g) for p, g in zip(parameters, gradients, strict=True)]
     for work in works:
+        work.open().metric |= places
         begin(work, live, [], {}, None)
         _keep_statistics(work)
-    _call_host(traced.handle, works, rates)
+    _call_host(traced.handle, works)
     for work in works:
         rows, facts, counts = work.rows, work.facts, work.counts
         assert rows is not None
@@ -233,26 +231,35 @@ def _keep_statistics(work: Work) -> None:
             value.copy_(torch.where(kept.view(-1, *[1] * (value.ndim - 1)), value, before))
 
 
-def _call_host(handle: str, works: Sequence[Work], rates: Tensor) -> None:
-    """Hand `_host` what it needs: of each work with matrices, an entry in every list."""
+def _rates(handle: str, rates: Tensor) -> None:
+    """Fetch the learning rates; raises for one out of range before the graph changes anything."""
+    traced = _traced[handle]
+    optimizer = traced.optimizer()
+    assert optimizer is not None
+    for g, group in enumerate(traced.groups):
+        if type(group["lr"]) is not float or not 0.0 <= group["lr"] < math.inf:
+            optimizer._groups.look(traced.groups)  # raises, or makes a number of it
+        rates[g] = group["lr"]
+
+
+def _held(stack: Stack) -> list[str]:
+    """What of a stack with roots the host works on."""
+    return [*(k for k in stack.tensors if k.startswith(METRIC)), "root_condition", "root_failures"]
+
+
+def _call_host(handle: str, works: Sequence[Work]) -> None:
+    """Hand `_host` what it needs: whose gradients are finite, and of each work with roots its part."""
     finite = [work.finite for work in works]
-    lists: list[list[Tensor]] = [[] for _ in range(7)]
-    due, corrections, units, statistics, roots, conditions, failures = lists
+    due, corrections, units, held = [], [], [], []
     for work in works:
-        if work.due is None:
-            continue
-        assert work.rows is not None
-        assert work.facts is not None
-        count, values = work.rows.matrices, work.rows.values
-        due.append(work.due)
-        corrections.append(work.facts.correction2[:count])
-        units.append(work.facts.units[:count])
-        conditions.append(values["root_condition"])
-        failures.append(values["root_failures"])
-        for key, value in work.tensors.items():
-            if key.startswith(METRIC):
-                (roots if _is_root(key) else statistics).append(value)
-    torch.ops.rpt.host(handle, finite, *lists, rates)
+        if work.due is not None:
+            assert work.facts is not None
+            count = work.stack.matrices
+            due.append(work.due)
+            corrections.append(work.facts.correction2[:count])
+            units.append(work.facts.units[:count])
+            held += [work.tensors[name] for name in _held(work.stack)]
+    torch.ops.rpt.host(handle, finite, due, corrections, units, held)
 
 
 def _host(
@@ -261,61 +268,49 @@ def _host(
     due: Sequence[Tensor],
     corrections: Sequence[Tensor],
     units: Sequence[Tensor],
-    statistics: Sequence[Tensor],
-    roots: Sequence[Tensor],
-    conditions: Sequence[Tensor],
-    failures: Sequence[Tensor],
-    rates: Tensor,
+    held: Sequence[Tensor],
 ) -> None:
     """What the host has to do in a compiled step. On a device it waits, as an ordinary step does."""
     traced = _traced[handle]
     optimizer = traced.optimizer()
     assert optimizer is not None
-    for g, group in enumerate(traced.groups):
-        if type(group["lr"]) is not float or not 0.0 <= group["lr"] < math.inf:
-            optimizer._groups.look(traced.groups)  # raises, or makes a number of it
-        rates[g] = group["lr"]
-    for work, each in zip(traced.works, finite, strict=True):
-        if not each.all():
-            owners = [s.parameter for s in work.seats for _ in range(s.form.pieces)]
-            bad = [p for p, good in zip(owners, each[:, 0].tolist(), strict=True) if not good]
-            warn_of_nonfinite(optimizer, bad)
-    rest = iter(statistics), iter(roots)
-    with_roots = [work for work in traced.works if work.stack.backend is not None]
-    for k, work in enumerate(with_roots):
-        stack = work.stack
-        metric = {
-            key[len(METRIC) :]: next(rest[_is_root(key)])
-            for key in stack.tensors
-            if key.startswith(METRIC)
-        }
-        now = due[k][:, 0].cpu()
-        if not now.any():
-            continue
-        rows_due = now.nonzero()[:, 0].to(due[k].device)
-        facts = Facts(None, corrections[k], units[k], rows_due, False, True)
-        rows = Rows(
-            momentum=rates,
-            frame=rates,
-            metric=metric,
-            values={"root_condition": conditions[k], "root_failures": failures[k]},
-            sizes=None,
-            layout=stack.layout,
-            matrices=stack.matrices,
-            shapes=stack.true_shapes,
-            backend=stack.backend,
-            numbers=numbers_of(stack.dtype, False),
-        )
-        failed = refresh(rows, facts, work.rule)
-        tried = replace(work, facts=facts, failed=failed, due=now.numpy()).tried()
-        warn_of_failed_roots(optimizer, tried)
+    try:
+        for work, each in zip(traced.works, finite, strict=True):
+            if not each.all():
+                owners = [s.parameter for s in work.seats for _ in range(s.form.pieces)]
+                bad = [p for p, good in zip(owners, each[:, 0].tolist(), strict=True) if not good]
+                warn_of_nonfinite(optimizer, bad)
+        with_roots = [work for work in traced.works if work.stack.backend is not None]
+        rest = iter(held)
+        for work, *parts in zip(with_roots, due, corrections, units, strict=True):
+            warn_of_failed_roots(optimizer, _refresh(work, parts, rest))
+    except Exception as error:
+        raise interrupted(error, traced.parameters, [], optimizer._name) from error
 
 
+def _refresh(
+    work: Work, parts: Sequence[Tensor], rest: Iterator[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Decompose what is due of one work, in the next of the tensors held; (parameter, whether it failed)."""
+    due, correction, units = parts
+    stack = copy(work.stack)
+    stack.tensors = stack.tensors | {name: next(rest) for name in _held(stack)}
+    now = due[:, 0].cpu()
+    if not now.any():
+        return []
+    work = replace(work, stack=stack, due=now.numpy())
+    rows_due = now.nonzero()[:, 0].to(stack.device)
+    work.facts = Facts(None, correction, units, rows_due, False, True)
+    work.failed = refresh(work.open(), work.facts, work.rule)
+    return work.tried()
+
+
+torch.library.define("rpt::rates", "(str handle, Tensor(a!) rates) -> ()")
 torch.library.define(
     "rpt::host",
     "(str handle, Tensor[] finite, Tensor[] due, Tensor[] corrections, Tensor[] units, "
-    "Tensor[] statistics, Tensor(a!)[] roots, Tensor(b!)[] conditions, Tensor(c!)[] failures, "
-    "Tensor(d!) rates) -> ()",
+    "Tensor(a!)[] held) -> ()",
 )
-torch.library.impl("rpt::host", "CompositeExplicitAutograd", _host)
-torch.library.register_fake("rpt::host", lambda *_: None)
+for name, host in (("rpt::rates", _rates), ("rpt::host", _host)):
+    torch.library.impl(name, "CompositeExplicitAutograd", host)
+    torch.library.register_fake(name, lambda *_: None)

@@ -31,9 +31,8 @@ from .step import move_gains
 from .store.schema import saved
 from .telemetry import Telemetry, gather_telemetry
 
-# `_update` behind a wall for torch.compile, where a graph cannot hold the step (`rpt.compiled`): its host
-# decisions would be traced anew each time. Made with the first optimizer: torch.compiler's machinery
-# takes seconds to import, which `import rpt` saves.
+# `_update` behind a wall for torch.compile, where a graph cannot hold the step: its host decisions would
+# be traced anew each time. Made with the first optimizer, as torch.compiler takes seconds to import.
 _update_untraced: Callable[[ResidualPolarTransport], None] | None = None
 
 
@@ -157,8 +156,6 @@ class ResidualPolarTransport(Optimizer):
             self._groups.complete(param_group, self.param_groups, self.defaults)
         super().add_param_group(param_group)
         self._grown = True
-        self._stacks.settled = False
-        self._compiled.ready = {}
 
     def parameter_name(self, group_index: int, index: int) -> str:
         """How messages call it: by its name, an attached model's name for it, or its place in a group."""
@@ -209,7 +206,7 @@ class ResidualPolarTransport(Optimizer):
         getattr(self, check, self._cuda_graph_capture_health_check)()
         observing = self._observing
         traced = torch.compiler.is_compiling() and not (observing.anything or observing.bereft)
-        if not (traced and self._compiled.step()):
+        if not (traced and self._compiled.step(self._stacks)):
             _update_untraced(self)  # type: ignore[misc]
         return loss
 
@@ -368,7 +365,6 @@ class ResidualPolarTransport(Optimizer):
         if hasattr(self, "_groups"):  # a load: everything is looked at anew in the next step
             self._groups.seen.clear()
             self._stacks = Stacks()
-            self._compiled.ready = {}
         else:
             self._groups = Groups(self.__dict__.pop("_custom_roots"))
             self._begin(self.__dict__.pop("_attachment", None))

@@ -27,6 +27,8 @@ class Stacks:
     Attributes:
         registry: the places.
         plans: how to step some parameters, by who they are.
+        traced: what the latest graph of torch.compile was made of, by its handle (`rpt.compiled`). Like
+            plans, it is gone when places are chosen anew.
         settled: whether all is as it was when places were last looked at.
         curved: whether any parameter lives on a manifold.
         blind: whether parameters have no values, as on the meta device.
@@ -35,6 +37,7 @@ class Stacks:
     def __init__(self) -> None:
         self.registry = StackRegistry()
         self.plans: dict[tuple[Any, ...], list[Work]] = {}
+        self.traced: dict[str, Any] = {}
         self.settled = self.curved = self.blind = False
         self._moved = True
 
@@ -90,7 +93,7 @@ class Stacks:
                 moved=self._moved or not all(id(p) in self.registry.known for _, p, _ in live),
             )
             self.plans.clear()
-            optimizer._compiled.ready = {}
+            self.traced = {}
             self.curved = any(manifold_of(p) is not None for p in optimizer._all())
             self.settled, self._moved = True, False
         if not self.curved:

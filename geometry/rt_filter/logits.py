@@ -40,7 +40,7 @@ class PolarSettings(NamedTuple):
     radial: str = "own"
     radial_exponent: str = "likelihood"
     exact: bool = False
-    process: bool = True
+    process: bool = False
 
 
 class LagTables(NamedTuple):

@@ -92,7 +92,11 @@ def slice_ends(
     if not causal or (ahead is None and torch.compiler.is_compiling()):
         return [keys] * len(stops), [keys if not causal else 0] * len(stops)
     if ahead is not None:
-        return [min(keys, ahead + stop) for stop in stops], [0] * len(stops)
+        starts = range(0, queries, length)
+        return (
+            [min(keys, ahead + stop) for stop in stops],
+            [min(keys, ahead + start + 1) for start in starts],
+        )
     assert query_times is not None
     assert key_times is not None
     slices = query_times.split(length, 1)

@@ -16,10 +16,9 @@ from torch import Tensor
 from .base import Damping, Refresh, State
 from .eigh import eigenvalue_floor, inverse_root
 from .newton import newton_inverse_root
-from .packed import lower, packed_length, relative_change_packed, traced_places, unpack
+from .packed import PLACES, lower, packed_length, relative_change_packed, unpack
 
-# The number of probe columns whose images stand in for a reference copy when drift is estimated.
-PROBES = 4
+Drift = Literal["exact", "age"]
 
 
 class Side(Protocol):
@@ -45,13 +44,6 @@ class Side(Protocol):
     def apply(self, state: State, name: str, gradient: Tensor, right: bool = False) -> Tensor: ...
 
 
-def relative_change(now: Tensor, reference: Tensor) -> Tensor:
-    """‖now - reference‖_F / ‖reference‖_F over all but the batch dimension; 0/0 is 0."""
-    change = torch.linalg.vector_norm((now - reference).flatten(1), dim=1)
-    length = torch.linalg.vector_norm(reference.flatten(1), dim=1)
-    return torch.where(change > 0, change / length, 0.0)
-
-
 def keep_where(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """The new value, but the old one for matrices that failed."""
     return torch.where(failed.view(-1, *[1] * (new.ndim - 1)), old, new)
@@ -69,13 +61,12 @@ class BlockSide:
 
     Attributes:
         block: largest block; None means one block, the full factor.
-        drift_from: "exact" keeps a copy of the factor at the last refresh, "sketch" its image under a
-            few fixed probes (an unbiased estimate of the same ratio's square at a fraction of the
-            memory), "age" nothing: drift is then reported as zero.
+        drift_from: "exact" keeps a copy of the factor at the last refresh, "age" none: drift is then
+            reported as zero.
     """
 
     block: int | None = None
-    drift_from: Literal["exact", "sketch", "age"] = "exact"
+    drift_from: Drift = "exact"
 
     def pieces(self, size: int) -> list[tuple[str, int, int, int]]:
         """(suffix, first row, number of blocks, rows per block) of the equal blocks and the rest."""
@@ -99,10 +90,8 @@ class BlockSide:
             state[name + suffix] = like.new_zeros(triangle)
             identity = torch.eye(rows, dtype=like.dtype, device=like.device)
             state[f"{name}{suffix}_root"] = identity.expand(batch, count, rows, rows).clone()
-            if self.drift_from == "exact":
+            if self.drift_from != "age":
                 state[f"{name}{suffix}_reference"] = like.new_zeros(triangle)
-            elif self.drift_from == "sketch":
-                state[f"{name}{suffix}_reference"] = like.new_zeros(batch, count, rows, PROBES)
         return state
 
     def accumulate(
@@ -110,29 +99,19 @@ class BlockSide:
     ) -> None:
         size = gradient.shape[-2]
         for suffix, first, blocks, rows in self.pieces(size):
-            factor = state[name + suffix]
-            part = gradient if blocks * rows == size else gradient[:, first : first + blocks * rows]
-            if blocks == 1:
-                self._add(factor, part, beta2, weight)
-            elif part.is_contiguous():
-                self._add(factor, part.view(-1, rows, part.shape[-1]), beta2, weight)
-            else:  # one batch of them would have to be copied together
-                for k in range(blocks):
-                    block = part[:, k * rows : (k + 1) * rows]
-                    self._add(factor[:, k : k + 1], block, beta2, weight)
-
-    @staticmethod
-    def _add(factor: Tensor, part: Tensor, beta2: float, weight: float | Tensor) -> None:
-        # The lower triangles, whose places are kept: of all there is in a step, this is called most.
-        below = traced_places.get(part.shape[-2])
-        if below is None:
-            below, _ = lower(part.shape[-2], part.device, getattr(part, "fake_mode", None))
-        # Along any later dimension `index_select` takes ten times as long.
-        square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
-        if isinstance(weight, Tensor):
-            factor.mul_(beta2).addcmul_(square, weight)
-        else:
-            factor.mul_(beta2).add_(square, alpha=weight)
+            below = state.get(PLACES % rows)
+            if below is None:
+                below, _ = lower(rows, gradient.device, getattr(gradient, "fake_mode", None))
+            for k in range(blocks):
+                factor, part = state[name + suffix], gradient
+                if rows < size:
+                    factor, part = factor[:, k : k + 1], part.narrow(1, first + k * rows, rows)
+                # The lower triangle. Along any later dimension `index_select` takes ten times as long.
+                square = torch.bmm(part, part.mT).flatten(1).index_select(1, below).view_as(factor)
+                if isinstance(weight, Tensor):
+                    factor.mul_(beta2).addcmul_(square, weight)
+                else:
+                    factor.mul_(beta2).add_(square, alpha=weight)
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         if self.drift_from == "age":
@@ -140,15 +119,9 @@ class BlockSide:
         worst = torch.zeros_like(correction)
         for suffix in ("", "_rest"):
             if name + suffix in state:
-                factor, rows = state[name + suffix], state[f"{name}{suffix}_root"].shape[-1]
-                reference = state[f"{name}{suffix}_reference"]
-                if self.drift_from == "exact":
-                    now = factor / correction.view(-1, 1, 1)
-                    change = relative_change_packed(now, reference, rows)
-                else:
-                    whole = unpack(factor.flatten(0, 1), rows) @ _probes(rows, factor)
-                    now = whole.view_as(reference) / correction.view(-1, 1, 1, 1)
-                    change = relative_change(now, reference)
+                now = state[name + suffix] / correction.view(-1, 1, 1)
+                rows = state[f"{name}{suffix}_root"].shape[-1]
+                change = relative_change_packed(now, state[f"{name}{suffix}_reference"], rows)
                 worst = torch.maximum(worst, change)
         return worst
 
@@ -171,11 +144,8 @@ class BlockSide:
             root.copy_(
                 keep_where(result.failed, root.view(-1, rows, rows), result.root).view_as(root)
             )
-            if self.drift_from == "exact":
+            if self.drift_from != "age":
                 state[f"{name}{suffix}_reference"].copy_(packed)
-            elif self.drift_from == "sketch":
-                seen = (factor @ _probes(rows, factor)).view(batch, count, rows, -1)
-                state[f"{name}{suffix}_reference"].copy_(seen)
             conditions.append(result.condition.view(batch, count).amax(1))
             failures.append(result.failed.view(batch, count).any(1))
         return Refresh(torch.stack(conditions).amax(0), torch.stack(failures).any(0))
@@ -183,14 +153,9 @@ class BlockSide:
     def apply(self, state: State, name: str, gradient: Tensor, right: bool = False) -> Tensor:
         side = -1 if right else -2
         pieces = self.pieces(gradient.shape[side])
-        _, _, count, rows = pieces[0]
-        root = state[f"{name}_root"]
-        if len(pieces) == 1 and count == 1:
-            root = root.view(-1, rows, rows)
+        if len(pieces) == 1 and pieces[0][2] == 1:
+            root = state[f"{name}_root"][:, 0]
             return torch.bmm(gradient, root) if right else torch.bmm(root, gradient)
-        if len(pieces) == 1 and not right and gradient.is_contiguous():
-            blocks = gradient.view(-1, rows, gradient.shape[-1])
-            return torch.bmm(root.view(-1, rows, rows), blocks).view_as(gradient)
         out = torch.empty_like(gradient)
         for suffix, first, count, rows in pieces:
             root = state[f"{name}{suffix}_root"]
@@ -199,17 +164,6 @@ class BlockSide:
                 factors = (part, root[:, k]) if right else (root[:, k], part)
                 out.narrow(side, first + k * rows, rows).baddbmm_(*factors, beta=0.0)
         return out
-
-
-def _probes(rows: int, like: Tensor) -> Tensor:
-    """Fixed pseudo-random signs, (rows, PROBES): the same on every call, rank and machine.
-
-    Those of fewer rows are the first of those of more, as padding needs it.
-    """
-    index = torch.arange(1, rows * PROBES + 1, dtype=torch.float64, device=like.device)
-    # The fractional parts of k·√2 times a large constant are equidistributed; their halves are signs.
-    fraction = (index * 2**0.5 * 9973.0) % 1.0
-    return torch.where(fraction < 0.5, -1.0, 1.0).to(like.dtype).view(rows, PROBES)
 
 
 @dataclass(frozen=True)

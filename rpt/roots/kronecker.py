@@ -5,17 +5,14 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .base import Damping, Refresh, RootBackend, State
-from .factors import BlockSide, DiagonalSide, Side
+from .factors import BlockSide, DiagonalSide, Drift, Side
 from .low_rank import LowRankSide
 from .packed import packed_length
-
-Drift = Literal["exact", "sketch", "age"]
 
 
 class KroneckerRoots(RootBackend):
@@ -99,9 +96,7 @@ class KroneckerRoots(RootBackend):
         size = rows if key.startswith("left") else cols
         if key.endswith("_root"):
             return value[..., :size, :size]
-        if value.ndim == 2:  # a triangle (blocks, n(n+1)/2)
-            return value[..., : packed_length(size)]
-        return value[..., :size, :]  # the image under the probes
+        return value[..., : packed_length(size)]
 
     def without_drift(self) -> RootBackend:
         if any(f.name == "drift_from" for f in fields(self)):  # type: ignore[arg-type]
@@ -119,12 +114,12 @@ class FullRoots(KroneckerRoots, padding=True):
 
     Attributes:
         drift_from: what drift is measured from where a threshold asks for it: "exact" (a copy of
-            each factor at the last refresh), "sketch" (its image under four probes) or "age" (never).
+            each factor at the last refresh) or "age" (never).
 
     Example:
         >>> import torch, rpt
         >>> weight = torch.nn.Parameter(torch.ones(4, 3))
-        >>> optimizer = rpt.RPT([weight], roots=rpt.roots.FullRoots(drift_from="sketch"))
+        >>> optimizer = rpt.RPT([weight], roots=rpt.roots.FullRoots())
     """
 
     drift_from: Drift = "exact"
@@ -195,13 +190,13 @@ class AutoRoots(KroneckerRoots, padding=True):
     Example:
         >>> import rpt
         >>> rpt.roots.AutoRoots(full_side=256, long_side=4096).state_bytes(256, 50_000)
-        797824
+        925312
     """
 
     full_side: int = 128
     block_size: int = 128
     long_side: int = 8192
-    drift_from: Drift = "sketch"
+    drift_from: Drift = "exact"
 
     def __post_init__(self) -> None:
         for name in ("full_side", "block_size", "long_side"):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .base import Damping, Refresh, State
 from .eigh import decompose, eigenvalue_floor, eigh_shapes
-from .factors import keep_where, relative_change
+from .factors import keep_where
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LowRankSide:
 
     def drift(self, state: State, name: str, correction: Tensor) -> Tensor:
         core = state[f"{name}_basis"].mT @ state[f"{name}_sketch"] / correction.view(-1, 1, 1)
-        return relative_change(core, torch.diag_embed(state[f"{name}_eigenvalues"]))
+        return _relative_change(core, torch.diag_embed(state[f"{name}_eigenvalues"]))
 
     def refresh(self, state: State, name: str, correction: Tensor, damping: Damping) -> Refresh:
         basis, sketch = state[f"{name}_basis"], state[f"{name}_sketch"]
@@ -94,6 +94,13 @@ class LowRankSide:
         return torch.baddbmm(gradient * tail, basis, gains * (basis.mT @ gradient))
 
 
+def _relative_change(now: Tensor, reference: Tensor) -> Tensor:
+    """‖now - reference‖_F / ‖reference‖_F over all but the batch dimension; 0/0 is 0."""
+    change = torch.linalg.vector_norm((now - reference).flatten(1), dim=1)
+    length = torch.linalg.vector_norm(reference.flatten(1), dim=1)
+    return torch.where(change > 0, change / length, 0.0)
+
+
 def _starting_basis(size: int, rank: int, like: Tensor) -> Tensor:
     """Fixed orthonormal columns, the same on every rank and machine with the same torch."""
     if like.device.type == "meta":
@@ -118,7 +125,11 @@ def _nystrom(basis: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     y = y + shift[:, None, None] * q
     core = core + torch.diag_embed(shift[:, None].expand(core.shape[:-1]))
     (values, vectors), failed = decompose(torch.linalg.eigh, core, eigh_shapes(core))
-    halves = y @ (vectors * values.clamp_min(shift[:, None]).rsqrt().unsqueeze(-2))
+    # Where the basis has found no variance so far, the sketch is rounding: those directions stay.
+    found = values > 16 * shift[:, None]
+    along = vectors * torch.where(found, values, 1.0).rsqrt().unsqueeze(-2)
+    kept = q @ (vectors * shift.sqrt()[:, None, None])
+    halves = torch.where(found.unsqueeze(-2), y @ along, kept)
     size, rank = halves.shape[-2:]
     (u, s, _), lost = decompose(
         partial(torch.linalg.svd, full_matrices=False),

@@ -17,8 +17,8 @@ def packed_length(size: int) -> int:
     return size * (size + 1) // 2
 
 
-# Of a step that is being traced: where triangles lie, by size, as inputs of its graph.
-traced_places: dict[int, Tensor] = {}
+# The state entry with which a traced step brings `lower(size, ...)[0]`, as an input of its graph.
+PLACES = "lower %d"
 
 
 @cache

@@ -1,7 +1,7 @@
 """How long a step is, in units of the learning rate: what makes AdamW's rate carry over.
 
-Pure functions over a stack of `b` parameters; per-parameter numbers are (b, 1), arrays or tensors
-(`rpt.rule.scalars`). Source: the specification, section 8a.
+Pure functions over a stack of `b` parameters; per-parameter numbers are (b, 1), arrays or tensors as
+`numbers` says (`rpt.rule.scalars`). Source: the specification, section 8a.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def next_energy(
         length: ‖P‖.
         beta1: momentum coefficient.
         correction: 1 - β1^t.
-        numbers: how the numbers are kept.
     """
     square = length * length
     moved = energy * beta1 + square * (1.0 - beta1)
@@ -58,7 +57,6 @@ def signal(
         energy: e, (b, 1); 0 only where every request so far was zero, and s is then 1.
         beta1: momentum coefficient.
         correction: 1 - β1^t, (b, 1).
-        numbers: how the numbers are kept.
     """
     root = (energy * correction) ** 0.5
     some = root > 0
@@ -83,7 +81,6 @@ def relative_limit(
         fan_in: its number of columns, (b, 1).
         share: τ, `max_relative_step`.
         rate: the learning rate, times the gain.
-        numbers: how the numbers are kept.
     """
     own, floor = norms / sizes**0.5, _FLOOR / fan_in**0.5
     if isinstance(rate, Tensor):
@@ -112,7 +109,6 @@ def step_rms(
         strength: s.
         own: the update's own RMS.
         limit: the largest allowed; None for none.
-        numbers: how the numbers are kept.
     """
     target = own if rms is None else rms * strength
     if limit is None:
@@ -130,7 +126,6 @@ def rescale(
         length: ‖u‖, (b, 1).
         rms: the target, (b, 1).
         size: number of entries behind each row without padding, (b, 1).
-        numbers: how the numbers are kept.
     """
     factor = rms * size**0.5 / numbers.where(length > 0, length, math.inf)
     return update.mul_(numbers.tensor(factor))

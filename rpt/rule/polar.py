@@ -108,7 +108,6 @@ def polar_factor(
     Args:
         matrix: (b, rows, cols), float32, float64 or bfloat16.
         schedule: coefficients and start.
-        numbers: how the lengths are kept.
         length: Frobenius norms where they are known, (b, 1, 1).
 
     Returns:
@@ -119,48 +118,44 @@ def polar_factor(
     low = matrix.dtype == torch.bfloat16
     wide = torch.float32 if low else matrix.dtype
     gram_side = long >= 2 * short and not low
-    # For products whose result is symmetric: all but those with X itself.
-    multiply = _symmetric_product if _blocks_pay(short, matrix.device) else torch.bmm
     read, tensor, at_least = numbers.read, numbers.tensor, numbers.at_least
 
     length = read(_lengths(x, wide)) if length is None else length
-    gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
+    gram = _symmetric(x.mT, x) if tall else _symmetric(x, x.mT)
     if schedule.tight:
         # ‖A²‖_F^¼ = (Σσ⁸)^⅛: with A² at hand for the first step, it costs one norm. Of a matrix much
         # shorter than one the eighth powers are zero in float32: A is divided by its trace first.
         shrink = 1.0 / at_least(length * length, 1e-30)
         gram.mul_(tensor(shrink))
-        square = multiply(gram, gram)
+        square = _symmetric(gram, gram)
         # Of a trace of one the norm is at least n^-3/2: less is what underflowed.
         scale = at_least(read(_lengths(square, wide)), 1e-10) ** -0.5
         scale = scale / _MARGIN**2 if low else scale
         start = (scale * shrink) ** 0.5
     else:
-        square = multiply(gram, gram)
+        square = _symmetric(gram, gram)
         start = 1.0 / at_least(length, 1e-7)
         scale = start * start
     inverse = tensor(start)
     gram = gram.mul_(tensor(scale))
     factor: Tensor | None = None
     for i, (a, b, c) in enumerate(schedule.steps):
-        if not i:
-            polynomial = (gram * b).addcmul_(square, tensor(c * scale * scale))
-        elif multiply is torch.bmm:
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        if i:
+            polynomial = _symmetric(gram, gram, gram, b, c)
         else:
-            polynomial = (gram * b).add_(multiply(gram, gram), alpha=c)
+            polynomial = (gram * b).addcmul_(square, tensor(c * scale * scale))
         last = i == len(schedule.steps) - 1
         if gram_side:
             polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-            factor = polynomial if factor is None else multiply(polynomial, factor)
+            factor = polynomial if factor is None else _symmetric(polynomial, factor)
             if not last:
-                gram = multiply(multiply(polynomial, gram), polynomial)
+                gram = _symmetric(_symmetric(polynomial, gram), polynomial)
         else:
             x = torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=a)
             if i == 0:
                 x.mul_(inverse)
             if not last:
-                gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
+                gram = _symmetric(x.mT, x) if tall else _symmetric(x, x.mT)
     if factor is not None:
         factor.mul_(inverse)
         x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
@@ -219,22 +214,32 @@ _BLOCKS = 4
 
 
 def _blocks_pay(size: int, device: torch.device) -> bool:
-    """On a CPU, where `_symmetric_product` takes 0.8 of a product's time at 256 and 0.7 at 1024.
+    """On a CPU, where `_symmetric` takes 0.8 of a product's time at 256 and 0.7 at 1024.
 
     A device counts calls, and only large products fill it.
     """
     return device.type == "cpu" and size >= 256
 
 
-def _symmetric_product(a: Tensor, b: Tensor) -> Tensor:
-    """A B, (b, n, k), (b, k, n) -> (b, n, n), that is known to be symmetric: 5/8 of the operations."""
+def _symmetric(
+    a: Tensor, b: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+) -> Tensor:
+    """beta · base + alpha · A B where that is known to be symmetric: all products but those with X itself.
+
+    In blocks it takes 5/8 of the operations. (b, n, k), (b, k, n), (b, n, n) -> (b, n, n).
+    """
     size = a.shape[-2]
+    if not _blocks_pay(size, a.device):
+        return torch.bmm(a, b) if base is None else base.baddbmm(a, b, beta=beta, alpha=alpha)
     out = a.new_empty(len(a), size, size)
     rows = -(-size // _BLOCKS)
     for start in range(0, size, rows):
         end = min(start + rows, size)
-        out[:, start:end, :end].baddbmm_(a[:, start:end], b[:, :, :end], beta=0.0)
-        out[:, :start, start:end] = out[:, start:end, :start].mT
+        part = out[:, start:end, :end]
+        if base is not None:
+            part.copy_(base[:, start:end, :end])
+        part.baddbmm_(a[:, start:end], b[:, :, :end], beta=beta, alpha=alpha)
+        out[:, :start, start:end] = part[:, :, :start].mT
     return out
 
 

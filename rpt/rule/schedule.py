@@ -58,7 +58,6 @@ def overdue(
         outgrown: whether its gradients have become much larger than those its roots were made of.
         longest: `max_root_staleness`.
         by_age: whether there is no drift threshold.
-        numbers: how the numbers are kept.
     """
     age = step - last
     if by_age:
@@ -95,7 +94,6 @@ def next_unit(unit: Scalars, peak: Scalars, numbers: Numbers) -> Scalars:
     Args:
         unit: the unit so far, 0 for none.
         peak: largest absolute entry of the gradient.
-        numbers: how the numbers are kept.
     """
     if numbers.on_host and (unit > 0).all():
         return unit

@@ -1,8 +1,8 @@
 """Momentum carried by the minimum rotation between live requests, axial closure, and the certificate.
 
 Pure functions over a stack of `b` parameters, each flattened to `n` entries: tensors are (b, n),
-per-parameter scalars are (b, 1), arrays or tensors (`rpt.rule.scalars`). Zero padding at the end of a
-row changes no result, because everything here is an inner product or a linear combination.
+per-parameter scalars are (b, 1), arrays or tensors as `numbers` says (`rpt.rule.scalars`). Zero padding
+at the end of a row changes no result, because everything here is an inner product or a linear combination.
 
 Source: the RPT guide, "Transport remains the default update".
 """
@@ -75,7 +75,6 @@ def live_frame(
         stored: h₋, (b, n).
         held: whether a frame is stored, bool (b, 1).
         transport_eps: τ.
-        numbers: how the numbers are kept.
     """
     length = numbers.read(norm(request))
     live = length > transport_eps
@@ -116,7 +115,6 @@ def rotation(
         along_new: ⟨m,h⟩, (b, 1).
         frame: what `live_frame` returned.
         transport_eps: τ.
-        numbers: how the numbers are kept.
     """
     q, rho = frame.coherence, frame.confidence
     opening = 1.0 + q
@@ -164,7 +162,6 @@ def carry(
         beta1: momentum coefficient.
         correction: 1 - β1^t, (b, 1).
         transport_eps: τ.
-        numbers: how the numbers are kept.
         transport: False leaves the momentum where it was.
         closure: False leaves plain bias-corrected momentum, u = m̂.
     """

@@ -74,7 +74,6 @@ class Rows:
         matrices: how many of the rows are matrices.
         shapes: true (rows, cols) of matrices padded to the stack's shape, (matrices, 2), or None.
         backend: the metric, or None where there are no matrices.
-        numbers: how the numbers are kept.
     """
 
     momentum: Tensor
@@ -133,9 +132,7 @@ def measure(rows: Rows, gradient: Tensor, rule: Rule) -> None:
     """Add a gradient to the metric's statistics.
 
     Args:
-        rows: what is changed.
         gradient: G divided by its unit, (k, rows·cols), finite, in the working dtype.
-        rule: the numbers.
     """
     backend = rows.backend
     if backend is None or not rows.matrices:
@@ -158,10 +155,8 @@ def take_step(rows: Rows, gradient: Tensor, facts: Facts, rule: Rule) -> Step:
     """One step of k rows, after `measure`; changes them in place.
 
     Args:
-        rows: what is changed.
         gradient: as in `measure`.
         facts: of their history.
-        rule: the numbers.
     """
     numbers, values, count = rows.numbers, rows.values, rows.matrices
     failed = steepness = None
@@ -240,8 +235,6 @@ def update_polar_weight(weight: Scalars, rank: Scalars, rule: Rule, numbers: Num
     Args:
         weight: α, (k, 1).
         rank: r in [0, 1], NaN where there was no observation: α then stays, (k, 1).
-        rule: the numbers.
-        numbers: how they are kept.
     """
     target = 1.0 - rank
     rising, falling = (

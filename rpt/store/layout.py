@@ -10,7 +10,6 @@ process of a run chooses alike.
 
 from __future__ import annotations
 
-import heapq
 import math
 import sys
 from collections.abc import Callable, Container, Mapping
@@ -155,10 +154,9 @@ def _merge(
     one shape.
     """
     home = {shape: shape for shape in counts}
-    count, cost, version = dict(counts), {}, dict.fromkeys(counts, 0)
-    for shape, members in counts.items():
-        cost[shape] = OVERHEAD + members * work(shape)
-    queue: list[tuple[float, Shape, Shape, int, int]] = []
+    count = dict(counts)
+    cost = {shape: OVERHEAD + members * work(shape) for shape, members in counts.items()}
+    gains: dict[tuple[Shape, Shape], tuple[float, tuple[Shape, Shape]]] = {}
 
     def joint(a: Shape, b: Shape) -> tuple[Shape, float]:
         layout = (max(min(a), min(b)), max(max(a), max(b)))
@@ -166,28 +164,27 @@ def _merge(
         return layout, OVERHEAD + (count[a] + count[b]) * each
 
     def propose(a: Shape, b: Shape) -> None:
-        a, b = sorted((a, b))  # equal savings are then taken in the same order always
         layout, together = joint(a, b)
         saved = cost[a] + cost[b] - together
         if saved > 0 and shareable(layout):
-            heapq.heappush(queue, (-saved, a, b, version[a], version[b]))
+            pair = (min(a, b), max(a, b))
+            gains[pair] = (-saved, pair)
 
-    for a, b in combinations(sorted(counts), 2):
+    for a, b in combinations(counts, 2):
         propose(a, b)
-    while queue:
-        _, a, b, *versions = heapq.heappop(queue)
-        if a not in cost or b not in cost or versions != [version[a], version[b]]:
-            continue
+    while gains:
+        _, (a, b) = min(gains.values())
         layout, together = joint(a, b)
         if layout in cost and layout not in (a, b):
-            continue  # either joins that one for less
+            del gains[a, b]  # either joins that one for less
+            continue
         members = count[a] + count[b]
         for old in (a, b):
             del cost[old], count[old]
         cost[layout], count[layout] = together, members
-        version[layout] = version.get(layout, 0) + 1
         home = {shape: layout if stack in (a, b) else stack for shape, stack in home.items()}
-        for other in sorted(cost):
+        gains = {pair: gain for pair, gain in gains.items() if a not in pair and b not in pair}
+        for other in cost:
             if other != layout:
                 propose(layout, other)
     return home

@@ -459,17 +459,19 @@ def test_case_61_sliced_paths_have_right_second_derivatives():
 def test_case_62_given_times_skip_the_keys_that_no_query_sees():
     times = torch.rand(2, 300, dtype=torch.float64).sort(-1).values
     x = torch.empty(2, 1, 300, 4)
-    source = slab_math.Sources(
-        x, x, x, x[..., 0], x[..., 0], torch.ones(10, 1), torch.ones(3, 1), None, times, times,
-        torch.zeros(()), 0, 0, 0.0,
+    work = slab_math.Work(
+        x, x, x, x[..., 0], x[..., 0], torch.ones(13, 1), times, times, None, torch.zeros(()),
+        slab_math.CAUSAL, -1, 0.0,
     )  # fmt: skip
-    slabs = slab_math.Work(source).slabs
-    pairs = sum((s.queries.stop - s.queries.start) * s.keys for s in slabs)
+    slabs = list(work.slabs())
+    seen = [s.keys.stop - s.keys.start for s in slabs]
+    pairs = sum((s.queries.stop - s.queries.start) * k for s, k in zip(slabs, seen, strict=True))
     assert pairs < 0.75 * 300 * 300
-    for slab in slabs:
+    for slab, count in zip(slabs, seen, strict=True):
         query, key = times[:, slab.queries, None], times[:, None]
-        assert not (key[..., slab.keys :] <= query).any()
-        assert (key[..., : slab.whole] <= query).all()
+        assert not (key[..., count:] <= query).any()
+        assert slab.hidden is not None
+        assert (key[..., : count - slab.hidden.shape[-1]] <= query).all()
 
 
 @pytest.mark.parametrize("radial", ["own", "shared", "off"])

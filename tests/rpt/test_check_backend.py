@@ -22,12 +22,11 @@ from rpt.roots import (
     "backend",
     [
         FullRoots(),
-        FullRoots("sketch"),
         FullRoots("age"),
         BlockedRoots(),
         BlockedRoots(3),
         LowRankRoots(),
-        LowRankRoots(2),
+        *map(LowRankRoots, (2, 4, 7, 9)),
         AutoRoots(),
         AutoRoots(full_side=4, block_size=3, long_side=60),
         AutoRoots(full_side=1, block_size=1, long_side=1),

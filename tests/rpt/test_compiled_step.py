@@ -1,7 +1,10 @@
 """`step()` in a function that torch.compile takes: one graph for all steps, and the ordinary trajectory."""
 
 import copy
+import gc
 import shutil
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -37,10 +40,10 @@ def fresh():
     torch._dynamo.reset()
 
 
-def pair(dtype=torch.float64, **options):
+def pair(dtype=torch.float64, model=Mixed, **options):
     """Two models with the same weights, and an optimizer of each: to be compiled, and ordinary."""
     torch.manual_seed(0)
-    models = [Mixed().to(dtype)]
+    models = [model().to(dtype)]
     models.append(copy.deepcopy(models[0]))
     options = {"lr": 0.01, "weight_decay": 0.1} | options
     return models, [ResidualPolarTransport(m.parameters(), **options) for m in models]
@@ -209,6 +212,120 @@ def test_one_compiled_function_serves_several_optimizers():
                 layer(torch.ones(2, 6).double()).square().sum().backward()
                 (take if optimizer is twins[0] else ResidualPolarTransport.step)(optimizer)
         torch.testing.assert_close(layers[0].weight, layers[1].weight)
+
+
+def test_two_optimizers_in_one_function_are_one_graph():
+    models, _ = pair()
+    optimizers = [
+        [ResidualPolarTransport([p for p in m.parameters() if (p.ndim > 1) is matrices], lr=rate)
+         for matrices, rate in ((True, 0.01), (False, 0.03))]
+        for m in models
+    ]  # fmt: skip
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def both():
+        for optimizer in optimizers[0]:
+            optimizer.step()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run(models, [both, *(each.step for each in optimizers[1])], 8)
+    for twins in zip(*optimizers, strict=True):
+        assert apart(models, twins) < 1e-9
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def learn(model, optimizer, step, scaler):
+    """Four steps, the closure's where `scaler` is None; the third loss is infinite where it is not."""
+    for i in range(4):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        if scaler is None:
+            assert step(closure) > 0
+        else:
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * (float("inf") if i == 2 else 1.0)
+            scaler.scale(loss).backward()
+            step()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_closure_and_a_grad_scaler_take_ordinary_steps(scaled):
+    """torch refuses to trace either: with a break they are the steps of an uncompiled function."""
+    models, optimizers = pair(model=lambda: nn.Linear(8, 4))
+    for model, optimizer, wrap in zip(
+        models,
+        optimizers,
+        (lambda f: torch.compile(f, backend="aot_eager"), lambda f: f),
+        strict=True,
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+
+        def scaled_step(scaler=scaler, optimizer=optimizer):
+            scaler.step(optimizer)
+            scaler.update()
+
+        learn(model, optimizer, wrap(scaled_step if scaled else optimizer.step), scaler)
+    assert apart(models, optimizers) < 1e-9
+    steps = {int(record["step"]) for record in optimizers[0].state.values()}
+    assert steps == {3 if scaled else 4}
+
+
+def test_a_rate_out_of_range_is_refused_before_anything_changes():
+    """The backend "eager" writes as it goes, which shows what a graph has done when it breaks off."""
+    models, optimizers = pair()
+    step = compiled(optimizers[0])
+    run(models, [step, optimizers[1].step], 2)
+    before = copy.deepcopy(optimizers[0].state_dict()["state"])
+    optimizers[0].param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"parameter group 0: lr=-1\.0 must be at least 0"):
+        step()
+    torch.set_grad_enabled(True)  # torch's backend "eager" leaves it off
+    torch.testing.assert_close(optimizers[0].state_dict()["state"], before, rtol=0, atol=0)
+    optimizers[0].param_groups[0]["lr"] = 0.01
+    run(models, [step, optimizers[1].step], 2, start=2)
+    assert apart(models, optimizers) < 1e-9
+
+
+def test_what_fails_in_the_middle_names_the_parameters_and_changes_no_weight(monkeypatch):
+    models, optimizers = pair()
+    step = compiled(optimizers[0], "aot_eager")
+    run(models, [step, optimizers[1].step], 2)
+    before = [parameter.clone() for parameter in models[0].parameters()]
+
+    def broken(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("rpt.compiled._refresh", broken)
+    with pytest.raises(
+        RuntimeError, match=r"parameter 0 of group 0 .*no memory\. Already updated: n"
+    ):
+        step()
+    assert all(map(torch.equal, models[0].parameters(), before))
+    monkeypatch.undo()
+    step()
+    optimizers[1].step()
+    assert apart(models, optimizers) < 1e-9
+
+
+def test_a_deleted_optimizer_frees_its_state_though_the_function_stays():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(optimizer):
+        optimizer.step()
+
+    models, optimizers = pair()
+    run(models, [partial(step, optimizers[0])], 2)
+    held = [weakref.ref(value) for value in next(iter(optimizers[0].state.values())).values()
+            if isinstance(value, torch.Tensor)]  # fmt: skip
+    assert held
+    del optimizers
+    gc.collect()
+    assert not any(value() is not None for value in held)
 
 
 @pytest.mark.slow

@@ -11,11 +11,14 @@ from rpt.rule.scalars import numbers_of
 
 @pytest.mark.parametrize("size", [1, 3, 64, 255, 256, 259, 300])
 @pytest.mark.parametrize("flipped", [False, True])
-def test_blocks_give_the_whole_product(size, flipped):
+def test_blocks_give_the_whole_product(size, flipped, monkeypatch):
+    monkeypatch.setattr(polar, "_blocks_pay", lambda size, device: True)
     x = torch.randn(2, size, 40, dtype=torch.float64)
     x = x.mT.contiguous().mT if flipped else x
-    found = polar._symmetric_product(x, x.mT)
-    torch.testing.assert_close(found, x @ x.mT, rtol=1e-12, atol=1e-12)
+    gram = x @ x.mT
+    torch.testing.assert_close(polar._symmetric(x, x.mT), gram, rtol=1e-12, atol=1e-12)
+    found = polar._symmetric(gram, gram, gram, 0.5, 2.0)
+    torch.testing.assert_close(found, 0.5 * gram + 2.0 * gram @ gram, rtol=1e-12, atol=1e-8)
 
 
 def test_blocks_are_for_large_matrices_on_a_cpu():

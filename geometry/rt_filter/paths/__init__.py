@@ -8,7 +8,7 @@ from ..logits import PolarSettings
 from ..parameters import FilterScalars
 from ..visibility import Visibility
 from .dense import PolarEstimate, PolarInputs, polar_estimate
-from .slabs import slab_estimate, tables_at_times
+from .slabs import slab_estimate
 from .sliced import map_query_slices
 
 __all__ = ["PolarEstimate", "PolarInputs", "estimate"]
@@ -37,9 +37,9 @@ def estimate(
             inputs, view, scalars, settings, dropout=dropout, precision=precision, weights=weights
         )
     learned_times = view.query_times.requires_grad or view.key_times.requires_grad
-    tables = ahead is not None or (tables_at_times(settings) and not learned_times)
     learned_mask = view.mask is not None and view.mask.requires_grad
-    if tables and not (settings.exact or precision or learned_mask):
+    noise = settings.decay and settings.process
+    if not (noise or settings.exact or precision or learned_times or learned_mask):
         return slab_estimate(inputs, view, scalars, settings, ahead, dropout)
 
     def piece(start: int, stop: int, keys: int) -> tuple[Tensor, ...]:

@@ -1,10 +1,7 @@
-"""Forward and backward arithmetic of the closed-form path, one slab at a time.
+"""Arithmetic of the closed-form path: `slabs.py` says what is computed, here is how, and the chain rule.
 
-A slab is a group of heads times a slice of queries against all keys it can see, in scratch buffers
-of a fixed size. `slabs.py` says what is computed; here is how, in place, and the chain rule for it.
-
-Logarithms are most of the time. They are taken to base 2, which is the cheapest to compute, and the
-exponents that multiply them hold the factor ln 2.
+Logarithms are most of the time. They are taken to base 2, which is the cheapest to compute, and what
+multiplies them holds the factor ln 2.
 
 Source: RT-Filter paper, Algorithm 1 steps 3–6.
 """
@@ -12,139 +9,33 @@ Source: RT-Filter paper, Algorithm 1 steps 3–6.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..visibility import slice_ends
-from .slab_tables import MASKED, GridTables, LagValues, Scratch, Slab, TimeTables
+from .slab_tables import LagTables, Numbers, Slab, dot, grid_view
 
-__all__ = ["Gradients", "Upward", "Work", "backward_slab", "forward_slab"]
+__all__ = ["CAUSAL", "EXPONENTIAL", "MAGNITUDES", "MASKED", "RADIAL", "SHARED", "Work"]
 
 SLAB_ELEMENTS = 2**17
 MAX_SLICE = 64
+# Below every finite logit, yet finite, so that a fully masked row stays free of NaN.
+MASKED = -1e30
 
-EXPONENTIAL, RADIAL, SHARED = 1, 2, 4
-TEMPERATURE, EXPONENT, RADIAL_EXPONENT = range(3)
-
-
-class Sources(NamedTuple):
-    """Inputs of the operator, as `slabs.py` describes them."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_magnitude: Tensor
-    key_magnitude: Tensor
-    tables: Tensor
-    constants: Tensor
-    bias: Tensor | None
-    query_times: Tensor | None
-    key_times: Tensor | None
-    seed: Tensor
-    flags: int
-    ahead: int
-    dropout: float
+EXPONENTIAL, MAGNITUDES, RADIAL, SHARED, CAUSAL = (2**bit for bit in range(5))
 
 
-def _slabs(heads: int, batch: int, queries: int, keys: int, source: Sources) -> list[Slab]:
-    """Cut the work, leaving out keys that no query of a slice can see."""
-    length = max(8, min(MAX_SLICE, queries, SLAB_ELEMENTS // max(1, batch * keys)))
-    group = max(1, min(heads, SLAB_ELEMENTS // max(1, batch * keys * length)))
-    timed = source.query_times is not None
-    ends, whole = slice_ends(
-        (queries, keys, length),
-        source.ahead >= 0,
-        None if timed else source.ahead,
-        source.query_times,
-        source.key_times,
-    )
-    return [
-        Slab(
-            slice(head, min(head + group, heads)),
-            slice(start, min(start + length, queries)),
-            max(1, end),
-            queries - min(start + length, queries),
-            all_see,
-        )
-        for start, end, all_see in zip(range(0, queries, length), ends, whole, strict=True)
-        for head in range(0, heads, group)
-    ]
-
-
-class Work:
-    """Head-major, query-reversed views of the inputs, and scratch memory for one slab."""
-
-    def __init__(self, source: Sources) -> None:
-        self.query = source.query.transpose(0, 1).flip(2).contiguous()
-        self.key = source.key.transpose(0, 1).contiguous()
-        self.value = source.value.transpose(0, 1).contiguous()
-        self.own = source.query_magnitude.transpose(0, 1).flip(2).contiguous()
-        self.magnitude = source.key_magnitude.transpose(0, 1).contiguous()
-        self.square = self.magnitude * self.magnitude
-        self.constants = source.constants
-        self.per_octave = source.constants * math.log(2.0)
-        self.bias = source.bias
-        self.exponential = bool(source.flags & EXPONENTIAL)
-        self.radial = bool(source.flags & RADIAL)
-        self.shared = bool(source.flags & SHARED)
-        heads, batch, queries, _ = self.query.shape
-        self.slabs = _slabs(heads, batch, queries, source.key.shape[2], source)
-        size = max(
-            ((s.heads.stop - s.heads.start) * (s.queries.stop - s.queries.start) * s.keys)
-            for s in self.slabs
-        )
-        self.scratch = Scratch(self.query, size * batch)
-        self.tables: GridTables | TimeTables = GridTables(source.tables)
-        if source.query_times is not None and source.key_times is not None:
-            self.tables = TimeTables(
-                source.tables,
-                source.query_times.flip(1),
-                source.key_times,
-                source.ahead >= 0,
-                self.radial and not self.shared,
-                source.constants[TEMPERATURE],
-                self.scratch,
-            )
-        self.dropout = source.dropout
-        self.generator = None
-        if self.dropout:
-            self.generator = torch.Generator(device=self.query.device)
-            # The seed is drawn on the host; reading it syncs no device.
-            self.generator.manual_seed(int(source.seed))
-
-    def rows(self, slab: Slab, reversed_tensor: Tensor) -> Tensor:
-        total = reversed_tensor.shape[2]
-        return reversed_tensor[
-            slab.heads, :, total - slab.queries.stop : total - slab.queries.start
-        ]
-
-    def constant(self, which: int, slab: Slab) -> Tensor:
-        return self.constants[which, slab.heads].reshape(-1, 1, 1, 1)
-
-    def octave(self, which: int, slab: Slab) -> Tensor:
-        """The same constant, to multiply logarithms to base 2."""
-        return self.per_octave[which, slab.heads].reshape(-1, 1, 1, 1)
-
-    def bias_slice(self, slab: Slab) -> Tensor | None:
-        """The additive mask, (group or 1, batch or 1, slice or 1, keys)."""
-        if self.bias is None:
-            return None
-        part = self.bias if self.bias.shape[1] == 1 else self.bias[:, slab.heads]
-        if part.shape[2] > 1:
-            part = part[:, :, slab.queries].flip(2)
-        return part[..., : slab.keys].transpose(0, 1)
-
-
-class Intermediates(NamedTuple):
+class Saved(NamedTuple):
     """What the backward pass reuses from a slab; (group, batch, slice, keys) each.
 
-    penalty is what the exponent c multiplies: log₂(1 + k S) (times ln 2), or k S with exponential
-    weights; so is radial_penalty. log_kappa is log₂ k, of k·ratio at given times.
+    gap: S = 1 − cos. inner, penalty: 1 + k S and its log₂, or k S twice with exponential weights; in
+    the radial logit of rho y², y = off. log_kappa: log₂(k·ratio). kept: attention after dropout.
     """
 
-    lags: LagValues
+    tables: LagTables
     gap: Tensor
     kappa: Tensor
     log_kappa: Tensor
@@ -161,206 +52,237 @@ class Intermediates(NamedTuple):
     radial: Tensor | None = None
 
 
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Σ left·right per head of a group, (group,)."""
-    group = left.shape[0]
-    return torch.bmm(left.reshape(group, 1, -1), right.reshape(group, -1, 1)).flatten()
+class Work:
+    """One call: head-major views of the inputs, keys latest first, and both passes over its slabs."""
 
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_magnitude: Tensor,
+        key_magnitude: Tensor,
+        numbers: Tensor,
+        query_times: Tensor,
+        key_times: Tensor,
+        bias: Tensor | None,
+        seed: Tensor,
+        flags: int,
+        ahead: int,
+        dropout: float,
+    ) -> None:
+        self.query = query.transpose(0, 1).contiguous()
+        self.key, self.value = (t.transpose(0, 1).flip(2) for t in (key, value))
+        self.own = query_magnitude.transpose(0, 1).contiguous()
+        self.magnitude = key_magnitude.transpose(0, 1).flip(2)
+        self.square = self.magnitude * self.magnitude
+        self.numbers, self.bias, self.flags = numbers, bias, flags
+        self.query_times, self.key_times, self.ahead = query_times, key_times, ahead
+        self.exponential = bool(flags & EXPONENTIAL)
+        self.own_weights = bool(flags & RADIAL and not flags & SHARED)
+        self.dropout = dropout
+        self.generator = None
+        if dropout:
+            self.generator = torch.Generator(device=query.device)
+            # The seed is drawn on the host; reading it syncs no device.
+            self.generator.manual_seed(int(seed))
 
-def forward_slab(work: Work, slab: Slab) -> Intermediates:
-    query, key = work.rows(slab, work.query), work.key[slab.heads, :, : slab.keys]
-    shape = (*query.shape[:3], slab.keys)
-    one, lags = query.new_ones(()), work.tables.open(slab)
-    gap, kappa, log_kappa, inner, penalty, attention, logits = (
-        work.scratch(name, shape)
-        for name in ("gap", "kappa", "log_kappa", "inner", "penalty", "attention", "logits")
-    )
-    torch.baddbmm(
-        one.expand(shape).flatten(0, 1),
-        query.flatten(0, 1),
-        key.flatten(0, 1).transpose(1, 2),
-        alpha=-1.0,
-        out=gap.flatten(0, 1),
-    )
-    gap.clamp_(min=0.0)
-    square = work.square[slab.heads, :, None, : slab.keys]
-    torch.addcmul(lags.offset, square, lags.slope, out=kappa)
-    if lags.ratio is not None:
-        torch.mul(kappa, lags.ratio, out=log_kappa).log2_()
-        torch.mul(log_kappa, work.octave(TEMPERATURE, slab), out=logits)
-        if lags.hidden is not None:
-            logits[..., slab.whole :].masked_fill_(lags.hidden, MASKED)
-    else:
-        assert lags.log_ratio is not None
-        torch.log2(kappa, out=log_kappa)
-        torch.addcmul(lags.log_ratio, log_kappa, work.octave(TEMPERATURE, slab), out=logits)
-    if work.exponential:
-        penalty = inner = torch.mul(kappa, gap, out=inner)
-        logits.addcmul_(penalty, work.constant(EXPONENT, slab), value=-1.0)
-    else:
-        torch.addcmul(one, kappa, gap, out=inner)
-        torch.log2(inner, out=penalty)
-        logits.addcmul_(penalty, work.octave(EXPONENT, slab), value=-1.0)
-    bias = work.bias_slice(slab)
-    if bias is not None:
-        logits.add_(bias)
-    torch.softmax(logits, -1, out=attention)
-    kept, dropped = attention, None
-    if work.generator is not None:
-        dropped = work.scratch("dropped", shape)
-        dropped.bernoulli_(1.0 - work.dropout, generator=work.generator)
-        dropped.div_(1.0 - work.dropout)
-        kept = torch.mul(attention, dropped, out=work.scratch("kept", shape))
-    result = Intermediates(lags, gap, kappa, log_kappa, inner, penalty, attention, kept, dropped)
-    if not work.radial:
-        return result
-    moved, projected = work.scratch("moved", shape), work.scratch("projected", shape)
-    magnitude = work.magnitude[slab.heads, :, None, : slab.keys]
-    torch.mul(magnitude, lags.decay, out=moved)
-    torch.addcmul(moved, moved, gap, value=-1.0, out=projected)
-    result = result._replace(moved=moved, projected=projected, radial=attention)
-    if work.shared:
-        return result
-    off, squared, radial_inner, radial = (
-        work.scratch(name, shape) for name in ("off", "squared", "radial_inner", "radial")
-    )
-    torch.sub(projected, work.rows(slab, work.own).unsqueeze(-1), out=off)
-    torch.mul(off, off, out=squared)
-    if work.exponential:
-        radial_penalty = torch.mul(squared, lags.rho, out=radial_inner)
-        torch.sub(lags.log_rho, radial_penalty, out=logits)
-    else:
-        torch.addcmul(one, squared, lags.rho, out=radial_inner)
-        radial_penalty = torch.log2(radial_inner, out=squared)
-        torch.addcmul(
-            lags.log_rho,
-            radial_penalty,
-            work.octave(RADIAL_EXPONENT, slab),
-            value=-1.0,
-            out=logits,
+    def slabs(self) -> Iterator[Slab]:
+        """Cut the work, leaving out keys that no query of a slice can see."""
+        heads, batch, queries, _ = self.query.shape
+        keys = self.key.shape[2]
+        length = max(8, min(MAX_SLICE, queries, SLAB_ELEMENTS // max(1, batch * keys)))
+        group = max(1, min(heads, SLAB_ELEMENTS // max(1, batch * keys * length)))
+        causal, grid = bool(self.flags & CAUSAL), self.ahead >= 0
+        ends, whole = slice_ends(
+            (queries, keys, length),
+            causal,
+            self.ahead if grid else None,
+            self.query_times,
+            self.key_times,
         )
-    if bias is not None:
-        logits.add_(bias)
-    torch.softmax(logits, -1, out=radial)
-    return result._replace(
-        off=off, radial_inner=radial_inner, radial_penalty=radial_penalty, radial=radial
-    )
+        for start, end, all_see in zip(range(0, queries, length), ends, whole, strict=True):
+            rows = slice(start, min(start + length, queries))
+            lag, hidden = self._lags(rows, max(1, end), all_see, causal, grid)
+            for head in range(0, heads, group):
+                chosen = slice(head, min(head + group, heads))
+                yield Slab(chosen, rows, slice(keys - max(1, end), keys), lag, hidden, grid)
 
-
-class Gradients:
-    """Accumulators of the backward pass, head-major like `Work`'s views.
-
-    Those of keys and values lie features first, (heads, batch, features, keys): the products that
-    they add up are a third faster that way round.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self.query = torch.zeros_like(work.query)
-        self.key = torch.zeros_like(work.key.mT, memory_format=torch.contiguous_format)
-        self.value = torch.zeros_like(work.value.mT, memory_format=torch.contiguous_format)
-        self.own = torch.zeros_like(work.own)
-        self.magnitude = torch.zeros_like(work.magnitude)
-        self.constants = torch.zeros_like(work.constants)
-
-
-class Upward(NamedTuple):
-    """Gradients that arrive, and the row means the softmax rule subtracts; query-reversed."""
-
-    direction: Tensor
-    magnitude: Tensor
-    row_mean: Tensor
-    radial_mean: Tensor
-
-
-def backward_slab(work: Work, slab: Slab, grads: Gradients, upward: Upward) -> None:
-    saved = forward_slab(work, slab)
-    heads, keys, shape = slab.heads, slab.keys, saved.gap.shape
-    direction = work.rows(slab, upward.direction)
-    magnitude = work.rows(slab, upward.magnitude).unsqueeze(-1)
-    temperature, exponent = work.constant(TEMPERATURE, slab), work.constant(EXPONENT, slab)
-
-    score = work.scratch("logits", shape)
-    value = work.value[heads, :, :keys].flatten(0, 1)
-    torch.bmm(direction.flatten(0, 1), value.mT, out=score.flatten(0, 1))
-    grads.value[heads, ..., :keys] += direction.mT @ saved.kept
-    if saved.dropped is not None:
-        score.mul_(saved.dropped)
-    if work.radial and work.shared:
-        assert saved.projected is not None
-        score.addcmul_(saved.projected, magnitude)
-    score.sub_(work.rows(slab, upward.row_mean).unsqueeze(-1))
-    score.mul_(saved.attention)  # ∂/∂L
-    octave = math.log(2.0)
-    grads.constants[TEMPERATURE, heads] += octave * _dot(score, saved.log_kappa)
-    unit = 1.0 if work.exponential else octave
-    grads.constants[EXPONENT, heads] -= unit * _dot(score, saved.penalty)
-
-    # c ∂/∂L ∂(penalty)/∂(k S), and from it ∂/∂k and ∂/∂cos.
-    kappa_grad, cosine_grad = work.scratch("log_kappa", shape), work.scratch("cosine_grad", shape)
-    if work.exponential:
-        pull = torch.mul(score, exponent, out=saved.inner)
-        torch.div(score, saved.kappa, out=kappa_grad)
-        kappa_grad.mul_(temperature).addcmul_(pull, saved.gap, value=-1.0)
-    else:
-        # k ∂/∂k = β score − c k S/(1 + k S) score = (β − c) score + pull
-        pull = torch.div(score, saved.inner, out=saved.inner).mul_(exponent)
-        torch.addcmul(pull, score, temperature - exponent, out=kappa_grad)
-        kappa_grad.div_(saved.kappa)
-    torch.mul(pull, saved.kappa, out=cosine_grad)
-    product = torch.mul(kappa_grad, work.square[heads, :, None, :keys], out=pull)
-    work.tables.add_precision(slab, score, kappa_grad, product, saved.kappa)
-    torch.mul(kappa_grad, saved.lags.slope, out=product)
-    grads.magnitude[heads, :, :keys].addcmul_(
-        product.sum(2), work.magnitude[heads, :, :keys], value=2.0
-    )
-    decay_grad = None
-    if work.radial:
-        decay_grad = _backward_radial(work, slab, grads, upward, saved, cosine_grad)
-    work.tables.add_decay(slab, decay_grad)
-    work.rows(slab, grads.query).copy_(cosine_grad @ work.key[heads, :, :keys])
-    grads.key[heads, ..., :keys] += work.rows(slab, work.query).mT @ cosine_grad
-
-
-def _backward_radial(
-    work: Work,
-    slab: Slab,
-    grads: Gradients,
-    upward: Upward,
-    saved: Intermediates,
-    cosine_grad: Tensor,
-) -> Tensor:
-    """Adds to the gradients; returns that of the decay E."""
-    heads, keys, shape = slab.heads, slab.keys, saved.gap.shape
-    magnitude = work.rows(slab, upward.magnitude).unsqueeze(-1)
-    assert saved.projected is not None
-    assert saved.moved is not None
-    assert saved.radial is not None
-    if work.shared:
-        projected_grad = torch.mul(saved.radial, magnitude, out=work.scratch("off", shape))
-    else:
-        assert saved.off is not None
-        assert saved.radial_inner is not None
-        assert saved.radial_penalty is not None
-        projected_grad = torch.mul(saved.radial, magnitude, out=saved.radial)
-        score = saved.projected.sub_(work.rows(slab, upward.radial_mean).unsqueeze(-1))
-        score.mul_(projected_grad)  # ∂/∂L_R
-        radial_score = score
-        if work.exponential:
-            pull = work.scratch("radial pull", shape).copy_(score)
+    def _lags(
+        self, rows: slice, seen: int, whole: int, causal: bool, grid: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The lags of a slice with the earliest `seen` keys, and the mask of all but `whole`."""
+        queries = self.query_times[:, rows, None]
+        keys = self.key_times[:, None, :seen].flip(2)
+        if grid:
+            # Down the latest key's column of lags, then along the last query's row.
+            last = queries[:, -1:] - keys[..., 1:]
+            gap = torch.cat(((queries - keys[..., :1]).mT, last), 2)
         else:
-            change = _dot(score, saved.radial_penalty)
-            grads.constants[RADIAL_EXPONENT, heads] -= math.log(2.0) * change
-            pull = torch.div(score, saved.radial_inner, out=saved.radial_inner)
-            pull.mul_(work.constant(RADIAL_EXPONENT, slab))
-        pull.mul_(saved.off)
-        product = torch.mul(pull, saved.off, out=saved.off).neg_()
-        off_grad = pull.mul_(saved.lags.rho).mul_(-2.0)
-        work.tables.add_radial(slab, radial_score, product)
-        work.rows(slab, grads.own).copy_(-off_grad.sum(-1))
-        projected_grad.add_(off_grad)
-    cosine_grad.addcmul_(projected_grad, saved.moved)
-    # x = m_j E cos
-    moved_grad = projected_grad.addcmul_(projected_grad, saved.gap, value=-1.0)
-    product = torch.mul(moved_grad, saved.lags.decay, out=saved.moved)
-    grads.magnitude[heads, :, :keys] += product.sum(2)
-    return moved_grad.mul_(work.magnitude[heads, :, None, :keys])
+            gap = queries - keys
+        hidden = None
+        if causal:
+            hidden = (gap < 0).to(self.query.dtype).mul_(MASKED)
+            hidden = grid_view(hidden, rows.stop - rows.start) if grid else hidden
+            hidden = hidden[..., : seen - whole]
+        return gap.abs_().to(self.query.dtype), hidden
+
+    def _bias(self, slab: Slab) -> Tensor | None:
+        """The additive mask, (group or 1, batch or 1, slice or 1, keys)."""
+        if self.bias is None:
+            return None
+        part = self.bias if self.bias.shape[1] == 1 else self.bias[:, slab.heads]
+        part = part if part.shape[2] == 1 else part[:, :, slab.queries]
+        return part[..., : slab.keys.stop - slab.keys.start].flip(3).transpose(0, 1)
+
+    def _numbers(self, slab: Slab) -> Numbers:
+        return Numbers(*self.numbers[:, slab.heads, None, None, None].unbind())
+
+    def _penalty(self, base: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        if self.exponential:
+            distance = base * factor
+            return distance, distance
+        inner = torch.addcmul(base.new_ones(()), base, factor)
+        return inner, torch.log2(inner)
+
+    def _pull(self, score: Tensor, inner: Tensor, exponent: Tensor) -> Tensor:
+        """−∂/∂(k S) of the penalty's part in a logit, by its score."""
+        return score * exponent if self.exponential else (score / inner).mul_(exponent)
+
+    def _softmax(self, logits: Tensor, slab: Slab) -> Tensor:
+        if slab.hidden is not None:
+            logits[..., : slab.hidden.shape[-1]].add_(slab.hidden)
+        bias = self._bias(slab)
+        return torch.softmax(logits if bias is None else logits.add_(bias), -1)
+
+    @property
+    def unit(self) -> float:
+        """What exponents of penalties are multiplied by."""
+        return 1.0 if self.exponential else math.log(2.0)
+
+    def _forward(self, slab: Slab) -> Saved:
+        numbers = self._numbers(slab)
+        tables = LagTables(numbers, slab, self.own_weights)
+        query, key = self.query[slab.heads, :, slab.queries], self.key[slab.heads, :, slab.keys]
+        gap = torch.baddbmm(
+            query.new_ones(()), query.flatten(0, 1), key.flatten(0, 1).mT, alpha=-1.0
+        )
+        gap = gap.clamp_(min=0.0).view(*query.shape[:3], -1)
+        magnitude = self.magnitude[slab.heads, :, None, slab.keys]
+        kappa = tables.offset.expand_as(gap)
+        if self.flags & MAGNITUDES:
+            square = self.square[slab.heads, :, None, slab.keys]
+            kappa = torch.addcmul(tables.offset, square, tables.slope, out=torch.empty_like(gap))
+        log_kappa = (kappa * tables.ratio).log2_()
+        inner, penalty = self._penalty(kappa, gap)
+        logits = log_kappa * (numbers.temperature * math.log(2.0))
+        logits.addcmul_(penalty, numbers.exponent * self.unit, value=-1.0)
+        attention = self._softmax(logits, slab)
+        kept, dropped = attention, None
+        if self.generator is not None:
+            dropped = torch.empty_like(attention)
+            dropped.bernoulli_(1.0 - self.dropout, generator=self.generator)
+            kept = attention * dropped.div_(1.0 - self.dropout)
+        saved = Saved(tables, gap, kappa, log_kappa, inner, penalty, attention, kept, dropped)
+        if not self.flags & RADIAL:
+            return saved
+        moved = torch.mul(magnitude, tables.decay, out=torch.empty_like(gap))
+        projected = torch.addcmul(moved, moved, gap, value=-1.0)
+        saved = saved._replace(moved=moved, projected=projected, radial=attention)
+        if not self.own_weights:
+            return saved
+        off = projected - self.own[slab.heads, :, slab.queries, None]
+        inner, penalty = self._penalty(off * off, tables.rho)
+        exponent = numbers.radial_exponent * self.unit
+        logits = torch.empty_like(gap)
+        torch.addcmul(tables.log_rho, penalty, exponent, value=-1.0, out=logits)
+        radial = self._softmax(logits, slab)
+        return saved._replace(off=off, radial_inner=inner, radial_penalty=penalty, radial=radial)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        direction, mean = torch.empty_like(self.query), torch.zeros_like(self.own)
+        for slab in self.slabs():
+            saved = self._forward(slab)
+            value = self.value[slab.heads, :, slab.keys]
+            direction[slab.heads, :, slab.queries] = saved.kept @ value
+            if saved.radial is not None and saved.projected is not None:
+                mean[slab.heads, :, slab.queries] = (saved.radial * saved.projected).sum(-1)
+        return direction.transpose(0, 1).contiguous(), mean.transpose(0, 1).contiguous()
+
+    def backward(
+        self, direction_grad: Tensor, magnitude_grad: Tensor, direction: Tensor, mean: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of the first six inputs, from those of the outputs, and the outputs."""
+        row_mean = (direction_grad * direction).sum(-1)
+        if self.flags & SHARED:
+            row_mean = row_mean + magnitude_grad * mean
+        upward = [t.transpose(0, 1) for t in (direction_grad, magnitude_grad, row_mean, mean)]
+        inputs = (self.query, self.key, self.value, self.own, self.magnitude, self.numbers)
+        grads = [torch.zeros_like(t) for t in inputs]
+        for slab in self.slabs():
+            self._backward(slab, grads, upward)
+        query, key, value, own, magnitude, numbers = grads
+        back = [query, key.flip(2), value.flip(2), own, magnitude.flip(2)]
+        return (*(t.transpose(0, 1).contiguous() for t in back), numbers)
+
+    def _backward(self, slab: Slab, grads: list[Tensor], upward: list[Tensor]) -> None:
+        heads, queries, keys = slab.heads, slab.queries, slab.keys
+        query_grad, key_grad, value_grad, own_grad, magnitude_grad = (
+            t[heads, :, part]
+            for t, part in zip(grads[:-1], (queries, keys, keys, queries, keys), strict=True)
+        )
+        direction, mean_grad, row_mean, mean = (t[heads, :, queries] for t in upward)
+        mean_grad = mean_grad.unsqueeze(-1)
+        saved, numbers = self._forward(slab), self._numbers(slab)
+        tables, gap, kappa = saved.tables, saved.gap, saved.kappa
+
+        score = direction @ self.value[heads, :, keys].mT
+        value_grad += saved.kept.mT @ direction
+        if saved.dropped is not None:
+            score.mul_(saved.dropped)
+        if saved.projected is not None and not self.own_weights:
+            score.addcmul_(saved.projected, mean_grad)
+        score.sub_(row_mean.unsqueeze(-1)).mul_(saved.attention)  # ∂/∂L
+        pull = self._pull(score, saved.inner, numbers.exponent)
+        cosine_grad = pull * kappa
+        kappa_grad = (score / kappa).mul_(numbers.temperature).addcmul_(pull, gap, value=-1.0)
+        square = self.square[heads, :, None, keys]
+        magnitude = self.magnitude[heads, :, None, keys]
+        if self.flags & MAGNITUDES:
+            by_square = (kappa_grad * tables.slope).sum(2)
+            magnitude_grad.addcmul_(by_square, magnitude.squeeze(2), value=2.0)
+        else:
+            square = torch.zeros_like(square)
+        moved_grad, radial = None, None
+        if saved.radial is not None:
+            assert saved.projected is not None
+            assert saved.moved is not None
+            projected_grad = saved.radial * mean_grad
+            if self.own_weights:
+                assert saved.off is not None
+                assert saved.radial_inner is not None
+                assert saved.radial_penalty is not None
+                radial_score = saved.projected.sub_(mean.unsqueeze(-1)).mul_(projected_grad)
+                radial_pull = self._pull(radial_score, saved.radial_inner, numbers.radial_exponent)
+                radial_pull.mul_(saved.off)
+                rho_pull = radial_pull * saved.off  # −∂/∂rho
+                off_grad = radial_pull.mul_(tables.rho).mul_(-2.0)
+                own_grad.sub_(off_grad.sum(-1))
+                projected_grad.add_(off_grad)
+                radial = radial_score, rho_pull
+            cosine_grad.addcmul_(projected_grad, saved.moved)
+            # x = m_j E (1 − S)
+            moved_grad = projected_grad.addcmul_(projected_grad, gap, value=-1.0)
+            magnitude_grad += (moved_grad * tables.decay).sum(2)
+            moved_grad.mul_(magnitude)
+        exponents = [
+            math.log(2.0) * dot(score, saved.log_kappa),
+            -self.unit * dot(score, saved.penalty),
+        ]
+        if radial is not None and saved.radial_penalty is not None:
+            exponents.append(-self.unit * dot(radial[0], saved.radial_penalty))
+        found = tables.gradient(score, kappa_grad, square, moved_grad, radial)
+        changes = torch.stack(found + exponents)
+        grads[5][: len(changes), heads] += changes
+        query_grad += cosine_grad @ self.key[heads, :, keys]
+        key_grad += cosine_grad.mT @ self.query[heads, :, queries]

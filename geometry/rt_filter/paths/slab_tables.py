@@ -1,8 +1,10 @@
 """What depends on a pair of tokens only through its lag, for one slab of the closed-form path.
 
-`GridTables`: tokens stand one time unit apart, so a function of the lag is a vector over lags; read
-with strides (1, 1) it is the slab's whole table, without a copy. `TimeTables`: any times; tables are
-made slab by slab from the per-head numbers of Algorithm 1, and their gradient is taken by hand.
+A slab is a group of heads times a slice of queries against all keys it can see; its tensors are
+(group, batch, slice, keys), keys latest first. Tables come from lags and the numbers of Algorithm 1,
+and their gradient is taken by hand. At given times they are made pair by pair; on the grid, where
+tokens stand one time unit apart, they are vectors over lags, and a vector read with strides (1, 1) is
+the slab's whole table, without a copy.
 
 Source: RT-Filter paper, Algorithm 1 step 3.
 """
@@ -15,262 +17,146 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MASKED", "GridTables", "LagValues", "Scratch", "Slab", "TimeTables"]
-
-# Below every finite logit, yet finite, so that a fully masked row stays free of NaN.
-MASKED = -1e30
-
-SLOPE, OFFSET, LOG_RATIO, LOG_RHO, RHO, DECAY = range(6)
-MU, KEY_T, ADD_T, QUERY_T, FLOOR, SCALE, KEY_R, ADD_R, QUERY_R, NU_R = range(10)
+__all__ = ["LagTables", "Numbers", "Slab", "dot"]
 
 
 class Slab(NamedTuple):
-    """One group of heads and one slice of queries, all sizes (group, batch, slice, keys).
+    """Which part of the problem a slab is.
 
-    whole: how many of the first keys every one of the queries can see.
+    queries, keys: which rows of queries and of reversed keys.
+    lag: |t_i − t_j|, (1 or batch, slice, keys), or on the grid a vector over lags, (1, 1, lags).
+    hidden: what to add to the logits of the first, latest keys so that none of them is seen too
+        early, (1 or batch, slice, latest), or None.
     """
 
     heads: slice
     queries: slice
-    keys: int
-    table_offset: int
-    whole: int
+    keys: slice
+    lag: Tensor
+    hidden: Tensor | None
+    grid: bool
 
 
-class LagValues(NamedTuple):
-    """Tables of one slab, each broadcastable to (group, batch, slice, keys).
+class Numbers(NamedTuple):
+    """Numbers of Algorithm 1, one per head: variances η²_k, ι², η²_q of both kinds, m²_∞, what
+    multiplies κ̃ and what multiplies the logarithms."""
 
-    k = slope·m² + offset; the directional logit has β log(k·ratio), on the grid as β log k +
-    log_ratio; log_rho and rho enter the radial one. hidden: pairs to mask among the last keys, where the
-    tables do not.
-    """
-
-    slope: Tensor
-    offset: Tensor
-    log_rho: Tensor
-    rho: Tensor
     decay: Tensor
-    log_ratio: Tensor | None = None
-    ratio: Tensor | None = None
-    hidden: Tensor | None = None
+    key: Tensor
+    inflation: Tensor
+    query: Tensor
+    floor: Tensor
+    scale: Tensor
+    radial_key: Tensor
+    radial_inflation: Tensor
+    radial_query: Tensor
+    radial_nu: Tensor
+    temperature: Tensor
+    exponent: Tensor
+    radial_exponent: Tensor
 
 
-class Scratch:
-    """Buffers of one size, made when first asked for and used again for every slab."""
-
-    def __init__(self, like: Tensor, size: int) -> None:
-        self.like, self.size = like, size
-        self.memory: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self.memory:
-            self.memory[name] = self.like.new_empty(self.size)
-        return self.memory[name][: math.prod(shape)].view(shape)
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """Σ left·right per head of a group, (group,)."""
+    group = left.shape[0]
+    right = right.expand_as(left)
+    return torch.bmm(left.reshape(group, 1, -1), right.reshape(group, -1, 1)).flatten()
 
 
-class GridTables:
-    """Tables over lags, (6, heads, lags), and their gradient."""
-
-    def __init__(self, tables: Tensor) -> None:
-        self.tables = tables.contiguous()
-        self.gradient = torch.zeros_like(self.tables)
-
-    def open(self, slab: Slab) -> LagValues:
-        slope, offset, log_ratio, log_rho, rho, decay = (
-            self._table(which, slab) for which in range(6)
-        )
-        return LagValues(slope, offset, log_rho, rho, decay, log_ratio)
-
-    def _table(self, which: int, slab: Slab) -> Tensor:
-        """A vector over lags as a (group, 1, slice, keys) table: strides (1, 1), no copy."""
-        width = self.tables.shape[2]
-        heads, length = slab.heads, slab.queries.stop - slab.queries.start
-        return torch.as_strided(
-            self.tables,
-            (heads.stop - heads.start, 1, length, slab.keys),
-            (width, 0, 1, 1),
-            (which * self.tables.shape[1] + heads.start) * width + slab.table_offset,
-        )
-
-    def _add(self, which: int, slab: Slab, values: Tensor) -> None:
-        """Sum (group, batch, slice, keys) over batch and over equal lags into a table's gradient.
-
-        Row r of a slice is shifted by r. Written into a band of a zero matrix one longer per row,
-        equal lags stand in one column.
-        """
-        group, _, length, keys = values.shape
-        width = keys + length - 1
-        band = values.new_zeros(group, length * (width + 1))
-        torch.sum(
-            values,
-            dim=1,
-            out=band.as_strided((group, length, keys), (length * (width + 1), width + 1, 1)),
-        )
-        columns = band[:, : length * width].view(group, length, width).sum(1)
-        self.gradient[which, slab.heads, slab.table_offset : slab.table_offset + width] += columns
-
-    def add_precision(
-        self, slab: Slab, score: Tensor, kappa_grad: Tensor, product: Tensor, kappa: Tensor
-    ) -> None:
-        """Gradients of the directional logit: score (∂/∂L), ∂/∂k, and m² ∂/∂k (may be spoiled)."""
-        self._add(LOG_RATIO, slab, score)
-        self._add(OFFSET, slab, kappa_grad)
-        self._add(SLOPE, slab, product)
-
-    def add_radial(self, slab: Slab, score: Tensor, rho_grad: Tensor) -> None:
-        """Gradients of the radial logit: ∂/∂L_R and ∂/∂rho (may be spoiled)."""
-        self._add(LOG_RHO, slab, score)
-        self._add(RHO, slab, rho_grad)
-
-    def add_decay(self, slab: Slab, decay_grad: Tensor | None) -> None:
-        """∂/∂E of the transported magnitude (may be spoiled); the last call for a slab."""
-        if decay_grad is not None:
-            self._add(DECAY, slab, decay_grad)
-
-    def finished(self) -> Tensor:
-        return self.gradient
+def grid_view(table: Tensor, rows: int) -> Tensor:
+    """A vector over lags (…, 1, lags) as a table (…, rows, keys): strides (1, 1), no copy."""
+    *leading, _, lags = table.shape
+    shape, strides = (*leading, rows, lags - rows + 1), (*table.stride()[:-2], 1, 1)
+    return table.as_strided(shape, strides, table.storage_offset())
 
 
-class TimeTables:
-    """Tables at given times from per-head numbers (10, heads), and the gradient of those numbers.
+def grid_sum(values: Tensor) -> Tensor:
+    """Adjoint of `grid_view`: (group, batch, rows, keys) summed over the batch and equal lags."""
+    group, _, rows, keys = values.shape
+    lags = keys + rows - 1
+    # Row r is shifted by r. In a band of a zero matrix one longer per row, equal lags are a column.
+    band = values.new_zeros(group, rows * (lags + 1))
+    strides = (rows * (lags + 1), lags + 1, 1)
+    torch.sum(values, dim=1, out=band.as_strided((group, rows, keys), strides))
+    return band[:, : rows * lags].view(group, rows, lags).sum(1)[:, None, None]
 
-    Args:
-        query_times, key_times: (1 or batch, tokens), float64; queries in reverse order.
-        causal: whether keys later than a query are hidden.
+
+class LagTables:
+    """Tables of one slab, broadcastable to its shape.
+
+    k = slope·m² + offset is κ̃ times its scale, k·ratio is κ times it; log_rho and rho enter the
+    radial logit; decay is E.
     """
 
-    def __init__(
-        self,
-        numbers: Tensor,
-        query_times: Tensor,
-        key_times: Tensor,
-        causal: bool,
-        radial: bool,
-        temperature: Tensor,
-        scratch: Scratch,
-    ) -> None:
-        self.numbers, self.causal, self.radial = numbers, causal, radial
-        self.temperature = temperature
-        self.query_times, self.key_times = query_times, key_times
-        self.gradient = torch.zeros_like(numbers)
-        self.scratch = scratch
-        self.measured: slice | None = None
-
-    def _number(self, which: int, slab: Slab) -> Tensor:
-        return self.numbers[which, slab.heads].reshape(-1, 1, 1, 1)
-
-    def _measure(self, slab: Slab) -> None:
-        """Lags, (1 or batch, slice, keys), and hidden pairs; the same for all heads of a slice."""
-        total = self.query_times.shape[1]
-        rows = slice(total - slab.queries.stop, total - slab.queries.start)
-        gap = self.query_times[:, rows, None] - self.key_times[:, None, : slab.keys]
-        self.hidden = gap[..., slab.whole :] < 0 if self.causal else None
-        self.lag = (gap.clamp_(min=0.0) if self.causal else gap.abs_()).to(self.numbers.dtype)
-        self.measured = slab.queries
-
-    def open(self, slab: Slab) -> LagValues:
-        if self.measured != slab.queries:
-            self._measure(slab)
-        lag, hidden = self.lag, self.hidden
-        shape = (slab.heads.stop - slab.heads.start, *lag.shape)
-        names = ("decay", "squared", "tangential", "inverse", "slope", "offset", "ratio",
-                 "variance", "log_rho", "rho")  # fmt: skip
-        decay, squared, tangential, inverse, slope, offset, ratio, radial, log_rho, rho = (
-            self.scratch(f"table {name}", shape) for name in names
-        )
-        key, added, query, floor, scale = (
-            self._number(which, slab) for which in (KEY_T, ADD_T, QUERY_T, FLOOR, SCALE)
-        )
-        torch.mul(lag, -self._number(MU, slab), out=decay).exp_()
-        torch.mul(decay, decay, out=squared)
+    def __init__(self, numbers: Numbers, slab: Slab, radial: bool) -> None:
+        n = self.numbers = numbers
+        self.slab = slab
+        # E² must not become subnormal, where arithmetic is ten times slower.
+        least = 0.49 * math.log(torch.finfo(slab.lag.dtype).tiny)
+        self.carried = (-n.decay * slab.lag).clamp_(min=least).exp_()
+        self.squared = self.carried * self.carried
         # Not addcmul, which is several times slower with two operands broadcast.
-        torch.mul(squared, key, out=tangential).add_(added)
-        residual = torch.add(tangential, query, out=ratio)
-        torch.div(scale, residual, out=inverse)
-        ratio = residual.div_(tangential)
-        torch.mul(squared, inverse, out=slope)
-        torch.mul(inverse, floor, out=offset)
-        if self.radial:
-            nu = self._number(NU_R, slab)
-            torch.mul(squared, self._number(KEY_R, slab), out=radial)
-            radial.add_(self._number(ADD_R, slab))
-            torch.log2(radial, out=log_rho).mul_(-math.log(2.0))
-            torch.add(radial, self._number(QUERY_R, slab), out=rho).mul_(nu).reciprocal_()
-            if hidden is not None:
-                log_rho[..., slab.whole :].masked_fill_(hidden, MASKED)
-        self.decay, self.squared, self.tangential = decay, squared, tangential
-        self.inverse, self.variance, self.rho = inverse, radial, rho
-        return LagValues(slope, offset, log_rho, rho, decay, None, ratio, hidden)
+        self.variance = (self.squared * n.key).add_(n.inflation)
+        residual = self.variance + n.query
+        self.inverse = n.scale / residual
+        self.decay = self._view(self.carried)
+        self.ratio = self._view(residual.div_(self.variance))
+        self.slope = self._view(self.squared * self.inverse)
+        self.offset = self._view(self.inverse * n.floor)
+        if radial:
+            self.radial_variance = (self.squared * n.radial_key).add_(n.radial_inflation)
+            self.log_rho = self._view(self.radial_variance.log2().mul_(-math.log(2.0)))
+            residual = self.radial_variance + n.radial_query
+            self.radial_inverse = residual.mul_(n.radial_nu).reciprocal_()
+            self.rho = self._view(self.radial_inverse)
 
-    def _pairs(self, name: str, values: Tensor) -> Tensor:
-        """Values (group, batch, slice, keys) summed over the batch where one clock serves it all."""
-        if values.shape == self.decay.shape:
-            return values
-        out = self.scratch(f"pairs {name}", tuple(self.decay.shape))
-        return torch.sum(values, dim=1, keepdim=True, out=out)
+    def _view(self, table: Tensor) -> Tensor:
+        queries = self.slab.queries
+        return grid_view(table, queries.stop - queries.start) if self.slab.grid else table
 
-    def _sum(self, which: int, slab: Slab, values: Tensor, other: Tensor | None = None) -> None:
-        """Add Σ values·other per head to the gradient of a number."""
-        if other is None:
-            total = values.sum((1, 2, 3))
-        else:
-            other = other.expand_as(values).reshape(len(values), -1, 1)
-            total = torch.bmm(values.reshape(len(values), 1, -1), other).flatten()
-        self.gradient[which, slab.heads] += total
+    def _sum(self, values: Tensor) -> Tensor:
+        """Values (group, batch, slice, keys) summed over pairs of one lag: a table's gradient."""
+        if self.slab.grid:
+            return grid_sum(values)
+        return values.sum(1, keepdim=True) if self.squared.shape[1] == 1 else values
 
-    def add_precision(
-        self, slab: Slab, score: Tensor, kappa_grad: Tensor, product: Tensor, kappa: Tensor
-    ) -> None:
-        """As `GridTables.add_precision`. With t, r the variances without and with the query's,
-        ∂/∂log r = β score − k ∂/∂k and ∂/∂log t = −β score."""
-        scale = self._number(SCALE, slab)
-        beta = self.temperature[slab.heads].reshape(-1, 1, 1, 1)
-        pull = self.scratch("pull", tuple(kappa.shape))
-        pull = self._pairs("pull", torch.mul(kappa_grad, kappa, out=pull))
-        self._sum(SCALE, slab, pull)
-        score = self._pairs("score", score)
-        pull.addcmul_(score, beta, value=-1.0).mul_(self.inverse)  # −scale ∂/∂r
-        self._sum(QUERY_T, slab, pull)
-        self._sum(FLOOR, slab, self._pairs("kappa_grad", kappa_grad), self.inverse)
-        squared_grad = self.squared_grad = self.scratch("squared_grad", tuple(pull.shape))
-        torch.mul(self._pairs("product", product), self.inverse, out=squared_grad)
-        # −∂/∂t by both ways
-        variance_grad = torch.div(score, self.tangential, out=self.tangential).mul_(beta)
-        variance_grad.addcmul_(pull, 1.0 / scale)
-        self._sum(ADD_T, slab, variance_grad)
-        self._sum(KEY_T, slab, variance_grad, self.squared)
-        squared_grad.addcmul_(variance_grad, self._number(KEY_T, slab), value=-1.0)
+    def gradient(
+        self,
+        score: Tensor,
+        kappa_grad: Tensor,
+        square: Tensor,
+        decay_grad: Tensor | None,
+        radial: tuple[Tensor, Tensor] | None,
+    ) -> list[Tensor]:
+        """Gradients of the first ten numbers, (group,) each, from those of a slab.
 
-    def add_radial(self, slab: Slab, score: Tensor, rho_grad: Tensor) -> None:
-        """As `GridTables.add_radial`, with rho = 1/(ν (σ² + η²_q))."""
-        moved = self._pairs("rho_grad", rho_grad).mul_(self.rho)
-        self._sum(NU_R, slab, moved)
-        moved.mul_(self.rho)
-        self._sum(QUERY_R, slab, moved)
-        variance_grad = torch.div(self._pairs("score", score), self.variance, out=self.variance)
-        variance_grad.addcmul_(moved, self._number(NU_R, slab))  # −∂/∂σ²
-        self._sum(ADD_R, slab, variance_grad)
-        self._sum(KEY_R, slab, variance_grad, self.squared)
-        self.squared_grad.addcmul_(variance_grad, self._number(KEY_R, slab), value=-1.0)
-
-    def add_decay(self, slab: Slab, decay_grad: Tensor | None) -> None:
-        """As `GridTables.add_decay`: ∂/∂log E = E ∂/∂E + 2E² ∂/∂E²."""
-        total = self.squared_grad.mul_(self.squared).mul_(2.0)
+        Args:
+            score: ∂/∂L. kappa_grad: ∂/∂k. square: m². decay_grad: ∂/∂E of transported magnitudes.
+            radial: ∂/∂L_R and −∂/∂rho.
+        """
+        n = self.numbers
+        by_square = self._sum(kappa_grad * square).mul_(self.inverse)
+        by_floor = self._sum(kappa_grad) * self.inverse
+        by_log_k = (self.squared * by_square).add_(by_floor * n.floor)
+        weight = self._sum(score) * n.temperature
+        by_residual = (weight - by_log_k).mul_(self.inverse).div_(n.scale)
+        by_variance = by_residual - weight.div_(self.variance)
+        by_square.addcmul_(by_variance, n.key)
+        sums = [by_variance, by_residual, by_floor, by_log_k.div_(n.scale)]
+        key = dot(by_variance, self.squared)
+        radial_key = torch.zeros_like(key)
+        radial_sums = [torch.zeros_like(n.decay)] * 3
+        if radial is not None:
+            radial_score, rho_pull = radial
+            by_nu = self._sum(rho_pull).mul_(self.radial_inverse)
+            by_query = (by_nu * self.radial_inverse).mul_(n.radial_nu)
+            by_variance = by_query - self._sum(radial_score) / self.radial_variance
+            by_square.addcmul_(by_variance, n.radial_key)
+            radial_key = dot(by_variance, self.squared)
+            radial_sums = [by_variance, by_query, by_nu.div_(n.radial_nu)]
+        by_log_decay = by_square.mul_(self.squared).mul_(2.0)
         if decay_grad is not None:
-            total.addcmul_(self._pairs("decay", decay_grad), self.decay)
-        self._sum(MU, slab, total, self.lag)
-
-    def finished(self) -> Tensor:
-        """The gradient of the numbers, from the bare sums."""
-        scale, nu = self.numbers[SCALE], self.numbers[NU_R]
-        sums = self.gradient
-        sums[MU] *= -1.0
-        sums[ADD_T] *= -1.0
-        sums[KEY_T] *= -1.0
-        sums[QUERY_T] *= -1.0 / scale
-        sums[SCALE] /= scale
-        sums[ADD_R] *= -1.0
-        sums[KEY_R] *= -1.0
-        sums[QUERY_R] *= -nu
-        sums[NU_R] *= -1.0 / nu
-        return sums
+            by_log_decay.add_(self._sum(decay_grad).mul_(self.carried))
+        decay = -dot(by_log_decay, self.slab.lag)
+        found, radial_found = ([t.sum((1, 2, 3)) for t in part] for part in (sums, radial_sums))
+        return [decay, key, *found, radial_key, *radial_found]
