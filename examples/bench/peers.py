@@ -1,4 +1,4 @@
-"""Time of one optimizer step, RPT beside its peers, on the shapes of eight networks.
+"""Time of one optimizer step, RPT beside its peers: six networks and two lists of matrices.
 
     python -m examples.bench.peers [--models matrices256 gpt256 ...] [--threads 1] [--device cuda] [--compile]
 
