@@ -143,7 +143,7 @@ class Results:
             sum(_last(r, "cpu") for r in self.runs(task, n) if r["curves"])
             for n in (optimizer, "adamw")
         )
-        return ours / theirs if theirs else math.nan
+        return ours / theirs if ours and theirs else math.nan
 
     def to_target(
         self, task: str, optimizer: str, yardstick: str = "adamw", seed: int | None = None
