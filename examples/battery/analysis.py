@@ -126,11 +126,24 @@ class Results:
         CPU seconds over those of AdamW's whole runs with the same seeds; NaN without any."""
         rate = self.rate(task, optimizer) or 0.0
         whole = {r["seed"]: r for r in self.runs(task, "adamw") if r["curves"]}
-        configs = (Config(task, optimizer, rate, seed, share) for seed in self.suite.seeds)
+        rest = self.rest(task, optimizer)
+        configs = (Config(task, optimizer, rate, seed, share, rest) for seed in self.suite.seeds)
         runs = [r for c in configs if (r := self.store.get(c)) is not None]
         timed = [(r, whole[r["seed"]]) for r in runs if r["curves"] and r["seed"] in whole]
         seconds = [_last(run, "cpu") / _last(theirs, "cpu") for run, theirs in timed]
-        return _mean([r["final"] for r in runs]), _mean(seconds)
+        cost = self.store.cost(Config(task, optimizer, rate, 0, share))
+        return _mean([r["final"] for r in runs]), _mean(seconds) if cost is None else cost
+
+    def cost(self, task: str, optimizer: str) -> float:
+        """CPU seconds of a whole run over AdamW's: measured in turns, or else of the reported runs."""
+        cost = 1.0 if optimizer == "adamw" else self.store.cost(Config(task, optimizer, 0.0, 0))
+        if cost is not None:
+            return cost
+        ours, theirs = (
+            sum(_last(r, "cpu") for r in self.runs(task, n) if r["curves"])
+            for n in (optimizer, "adamw")
+        )
+        return ours / theirs if ours and theirs else math.nan
 
     def to_target(
         self, task: str, optimizer: str, yardstick: str = "adamw", seed: int | None = None
@@ -152,9 +165,8 @@ class Results:
             steps.append(
                 run["curves"]["step"][hit] / _last(target, "step") if reached else math.inf
             )
-            seconds.append(
-                run["curves"]["cpu"][hit] / _last(target, "cpu") if reached else math.inf
-            )
+            part = run["curves"]["cpu"][hit] / _last(run, "cpu") if reached else math.inf
+            seconds.append(part * self.cost(task, optimizer) / self.cost(task, yardstick))
         return _mean(steps), _mean(seconds)
 
     def log_ratios(

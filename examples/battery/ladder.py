@@ -34,7 +34,8 @@ __all__ = ["carried_rate", "extrapolate", "ladder_configs", "write_ladder"]
 OPTIMIZERS = ("adamw", "muon", "soap", "rpt")
 TUNED = ("ladder_005", "ladder_012")
 SIZES = tuple(name for name, rung in RUNGS.items() if rung.ratio == 20)
-SEEDS = (0, 1)
+# Of a size, three; of what takes half an hour of a core, or five times the data, one.
+SEEDS = {name: (0, 1, 2) if name in SIZES[:3] else (0,) for name in RUNGS}
 FAR = 1e8  # parameters
 KEPT = ("muon", "normuon")
 
@@ -60,7 +61,7 @@ def carried_rate(store: Store, task: str, optimizer: str) -> float | None:
 def ladder_configs(
     store: Store, sizes: Iterable[str], optimizers: Iterable[str]
 ) -> list[list[Config]]:
-    """What to run, in two stages: the grids, then what is reported; two seeds at the tuned sizes."""
+    """What to run, in two stages: the grids, then what is reported."""
     sizes, names = list(sizes), list(optimizers)
     grids = [
         Config(task, name, rate, TUNING_SEED)
@@ -72,11 +73,18 @@ def ladder_configs(
     reported = [
         Config(task, name, rate, seed)
         for task in sizes
-        for seed in (SEEDS if task in TUNED else SEEDS[:1])
+        for seed in SEEDS[task]
         for name in names
-        if (rate := carried_rate(store, task, name)) is not None
+        for rate in _reported_rates(store, task, name, names)
     ]
     return [grids, reported]
+
+
+def _reported_rates(store: Store, task: str, name: str, names: Sequence[str]) -> list[float]:
+    """Its own rate, and of RPT AdamW's too: whether a rate carries over is a question of its own."""
+    sources = (name, "adamw") if name == "rpt" and "adamw" in names else (name,)
+    rates = [carried_rate(store, task, source) for source in sources]
+    return sorted({rate for rate in rates if rate is not None})
 
 
 class Ladder(Results):
@@ -116,13 +124,14 @@ def extrapolate(
 
 def write_ladder(store: Store, optimizers: Sequence[str], out: Path) -> Path:
     """Write `ladder.md` and `ladder.png`: losses, shares of AdamW's steps, both against size."""
-    results = Ladder(store, Suite("ladder", tuple(RUNGS), (), (), (), SEEDS, ()))
+    results = Ladder(store, Suite("ladder", tuple(RUNGS), (), (), (), (0, 1, 2), ()))
     names = [n for n in optimizers if any(results.runs(t, n) for t in RUNGS)]
     out.mkdir(parents=True, exist_ok=True)
     parts = [
         "## Loss against size\n\n" + _losses(results, names),
         "## Shares of AdamW's steps, and of its CPU seconds, until its final loss\n\n"
         + _shares(results, names),
+        "## RPT at AdamW's rate\n\n" + _at_adamws_rate(results),
         "## Fits\n\nvalue = a · parametersᵇ over the sizes at twenty characters a parameter, and a new "
         "run's 95 % interval at 100 M parameters.\n\n" + _fits(results, names),
     ]
@@ -158,6 +167,24 @@ def _shares(results: Results, names: Sequence[str]) -> str:
     ]  # fmt: skip
     header = [f"{n}: {what}" for n in others for what in ("steps", "seconds")]
     return markdown(("parameters", "characters a parameter", *header), rows)
+
+
+def _at_adamws_rate(results: Results) -> str:
+    rows = []
+    for task, rung in RUNGS.items():
+        rate = results.rate(task, "adamw")
+        pairs = [
+            (theirs["final"], ours["final"])
+            for seed in SEEDS[task]
+            if rate is not None
+            and (theirs := results.store.get(Config(task, "adamw", rate, seed))) is not None
+            and (ours := results.store.get(Config(task, "rpt", rate, seed))) is not None
+        ]
+        if pairs:
+            means = [f"{sum(column) / len(pairs):.4f}" for column in zip(*pairs, strict=True)]
+            rows.append((f"{rung.parameters:,}", rung.ratio, len(pairs), f"{rate:g}", *means))
+    header = ("parameters", "characters a parameter", "seeds", "rate", "adamw", "rpt there")
+    return markdown(header, rows)
 
 
 def points(results: Results, optimizer: str, what: str) -> tuple[list[float], list[float]]:

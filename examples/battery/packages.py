@@ -1,6 +1,7 @@
 """Other packages' matrix optimizers, each as its own documentation says.
 
-`pip install -e '.[bench]'` brings them (emerging-optimizers from Python 3.12 on).
+`pip install -e '.[bench]'` brings them; below Python 3.12, emerging-optimizers by
+`pip install --no-deps --ignore-requires-python emerging-optimizers==0.3.0`.
 Where one is missing or fails, its runs are records with an error, and the report lists them.
 """
 
@@ -56,6 +57,12 @@ def emerging_kl(model: nn.Module, rate: float, decay: float) -> Bundle:
 
 def _emerging(model: nn.Module, rate: float, decay: float, **options: Any) -> Bundle:
     """Takes matrices only; the rest by AdamW at the same rate and betas."""
+    import typing
+
+    import typing_extensions
+
+    # All that release 0.3 needs Python 3.12 for: with it the package runs on 3.10 too.
+    typing.override = typing_extensions.override  # type: ignore[attr-defined,assignment]
     from emerging_optimizers.soap import SOAP
 
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -16,7 +16,13 @@ from matplotlib.figure import Figure
 
 __all__ = ["ablations", "curves", "decades", "profiles", "ratios", "sensitivity"]
 
-COLOURS = {"adamw": "#777777", "rpt": "#c0392b", "muon": "#2471a3", "soap": "#229954"}
+COLOURS = {
+    "adamw": "#777777",
+    "rpt": "#c0392b",
+    "muon": "#2471a3",
+    "soap": "#229954",
+    "heavyball_soap": "#b7950b",
+}
 
 
 def _grid(count: int, columns: int = 6) -> tuple[Figure, list[plt.Axes]]:

@@ -138,6 +138,9 @@ RPT_VARIANTS: dict[str, Variant] = {
     "rpt_low_rank": _drop_in("low-rank roots", roots="low_rank"),
     "rpt_stale_10": _drop_in("roots at most 10 steps old", max_root_staleness=10),
     # Numbers.
+    "rpt_fixed_length": _drop_in("one fixed length of step, 0.92", update_rms=0.92, signal_length=False),
+    "rpt_no_bound": _drop_in("no bound on a step", max_relative_step=None),
+    "rpt_thin_matrices": _drop_in("thin matrices by the matrix rule", thin_as_vector=False),
     "rpt_rms_05": _drop_in("update RMS 0.5", update_rms=0.5),
     "rpt_rms_023": _drop_in("update RMS 0.23", update_rms=0.23),
     "rpt_rms_none": _drop_in("no fixed RMS", update_rms=None),

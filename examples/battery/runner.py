@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -19,19 +19,32 @@ from .peers import PEERS
 from .store import Config, Store
 from .tasks import TASKS
 
-__all__ = ["run_all", "train"]
+__all__ = ["run_all", "train", "training"]
+
+Record = dict[str, Any]
 
 
-def train(config: Config, steps: int | None = None) -> dict[str, Any]:
+def train(config: Config, steps: int | None = None) -> Record:
     """Train one configuration and return its record.
 
-    Seconds do not count building or measuring. "cpu" is this process's own CPU time (one thread),
-    which a busy machine does not stretch; "cpu_step" is the optimizers' share of it.
+    Seconds do not count building or measuring. "cpu" is this process's own CPU time (one thread);
+    "cpu_step" is the optimizers' share of it. Both move with what else the machine does and from day
+    to day, by up to a factor of two: what compares optimizers is measured in turns (`costs`).
 
     Args:
         config: what to run.
         steps: stop early (for tests); the schedule stays the task's.
     """
+    run = training(config, steps)
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return end.value
+
+
+def training(config: Config, steps: int | None = None) -> Generator[float, None, Record]:
+    """`train`, step by step: yields each step's CPU seconds, returns the record."""
     torch.set_num_threads(1)
     task, peer = TASKS[config.task], PEERS[config.optimizer]
     if config.share != 1.0:
@@ -88,6 +101,7 @@ def train(config: Config, steps: int | None = None) -> dict[str, Any]:
         cpu += done - cpu_started
         cpu_step += done - ready
         recent.append(loss.detach())
+        yield done - cpu_started
         if (step + 1) % every == 0 or step + 1 == total:
             healthy = measure(step + 1)
             if not healthy:
@@ -97,7 +111,7 @@ def train(config: Config, steps: int | None = None) -> dict[str, Any]:
 
 def _record(
     config: Config, curves: dict[str, list[float]], healthy: bool, parameters: int
-) -> dict[str, Any]:
+) -> Record:
     losses = curves["loss"]
     tail = losses[-TASKS[config.task].tail :]
     final = sum(tail) / len(tail) if healthy else math.inf
@@ -127,7 +141,7 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _attempt(config: Config) -> dict[str, Any]:
+def _attempt(config: Config) -> Record:
     try:
         return train(config)
     except Exception:
@@ -147,7 +161,7 @@ def run_all(configs: Iterable[Config], store: Store, jobs: int, label: str) -> N
         return
     with tqdm(total=len(missing), desc=label, unit="run", dynamic_ncols=True) as bar:
 
-        def finish(record: dict[str, Any]) -> None:
+        def finish(record: Record) -> None:
             store.add(record)
             bar.set_postfix_str(
                 f"{record['task']} {record['optimizer']} {record['rate']:g} → {record['final']:.4g}"

@@ -49,14 +49,8 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._records: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                self._records[record["key"]] = record
+        self._records = {record["key"]: record for record in _lines(path)}
+        self._costs = {line["key"]: line["cost"] for line in _lines(self._costs_path)}
 
     def __contains__(self, config: Config) -> bool:
         return config.key in self._records
@@ -70,6 +64,25 @@ class Store:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
+    def cost(self, config: Config) -> float | None:
+        """CPU seconds of a run over those of AdamW's, measured in turns (`costs`); None if they were not."""
+        return self._costs.get(self._cost_key(config))
+
+    def add_cost(self, config: Config, ratio: float) -> None:
+        key = self._cost_key(config)
+        self._costs[key] = ratio
+        with self._costs_path.open("a") as file:
+            file.write(json.dumps({"key": key, "cost": ratio}) + "\n")
+
+    @staticmethod
+    def _cost_key(config: Config) -> str:
+        """Neither the rate nor the seed changes what a step costs."""
+        return f"{config.task}|{config.optimizer}|{config.version}|{config.share:g}"
+
+    @property
+    def _costs_path(self) -> Path:
+        return self.path.with_name("costs.jsonl")
+
     def current(self) -> Iterator[dict[str, Any]]:
         """Records whose code is today's."""
         for record in self._records.values():
@@ -79,3 +92,12 @@ class Store:
                 config = Config(*(record[n] for n in names), *more)
                 if config.key == record["key"]:
                     yield record
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue

@@ -93,9 +93,9 @@ class Suite:
     def _in_equal_time(self, store: Store) -> Iterable[Config]:
         """The steps that fit into AdamW's seconds, as its full runs and the others' have shown."""
         return [
-            Config(task, name, rate, seed, share)
+            Config(task, name, rate, seed, share, tuned_rest(store, task, name, self.name))
             for task in self.tasks
-            for name in CORE
+            for name in (*CORE, *(self.others if task in self.subset else ()))
             if (rate := tuned_rate(store, task, name, self.name)) is not None
             if (share := time_share(store, task, name, self)) < 1.0
             for seed in self.seeds
@@ -209,6 +209,9 @@ def tuned_rest(store: Store, task: str, optimizer: str, suite: str) -> float:
 
 def time_share(store: Store, task: str, optimizer: str, suite: Suite) -> float:
     """The share of an optimizer's steps that takes the seconds of AdamW's whole run; 1 if not known."""
+    cost = store.cost(Config(task, optimizer, 0.0, 0))
+    if cost is not None:
+        return min(1.0, round(1 / cost, 2))
     seconds: list[dict[int, float]] = []
     for name in ("adamw", optimizer):
         rate = tuned_rate(store, task, name, suite.name)
@@ -234,10 +237,12 @@ SUITES = {
     "quick": Suite("quick", QUICK, QUICK[:2], (), ("rpt_sites", "rpt_alpha_0"), (0,), (0,)),
     "dev": Suite(
         "dev", DEV, SUBSET, OTHERS,
-        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1, 2, 3, 4), (0, 1),
+        tuple(n for n in ABLATIONS if n not in SAME_NUMBERS), (0, 1, 2, 3, 4), (0, 1, 2),
     ),
-    "large": Suite("large", LARGE, (), (), (), (0,), (), (), ()),
-    "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1), (), (), (), CORE),
+    "large": Suite(
+        "large", LARGE, LARGE, ("heavyball_soap", "normuon"), (), (0,), (), (), ()
+    ),
+    "other": Suite("other", OTHER_FIELDS, (), (), (), (0, 1, 2), (), (), (), CORE),
     "full": Suite(
         "full", BATTERY, (*SUBSET, *LARGE), OTHERS, ABLATIONS, (0, 1, 2, 3, 4), (0, 1, 2)
     ),

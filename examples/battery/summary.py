@@ -57,11 +57,7 @@ def _standing(results: Results, suite: Suite) -> str:
         if name != "adamw":
             ratio = interval(bootstrap(results.log_ratios(tasks, name, "adamw").values()))
         wins = int((table[:, k] == table.min(1)).sum())
-        share = [
-            sum(r["curves"]["cpu"][-1] for r in results.runs(t, name))
-            / sum(r["curves"]["cpu"][-1] for r in results.runs(t, "adamw"))
-            for t in tasks
-        ]
+        share = [results.cost(t, name) for t in tasks]
         rows.append((name, *cells, wins, ratio, f"{np.exp(np.mean(np.log(share))):.2f}"))
     return f"## Tuned, {len(tasks)} tasks\n\n" + markdown(
         ("", "mean rank, equal steps", "equal time", "lowest loss", "best on",

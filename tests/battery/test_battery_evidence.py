@@ -1,5 +1,6 @@
 """The rest's own rate, the ladder's rules and fits, and what random tuning may expect."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,13 +10,13 @@ import torch
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from examples.battery import budget, ladder
+from examples.battery import budget, costs, ladder
 from examples.battery.analysis import Results
 from examples.battery.grids import grid, rate_at
 from examples.battery.peers import PEERS
 from examples.battery.runner import run_all, train
 from examples.battery.store import Config, Store
-from examples.battery.suites import RESTS, SUITES, TUNING_SEED, Suite, tuned_rest
+from examples.battery.suites import RESTS, SUITES, TUNING_SEED, Suite, time_share, tuned_rest
 from examples.battery.summary import write_summary
 from examples.battery.tasks import TASKS
 from examples.battery.tasks.ladder import RUNGS
@@ -169,15 +170,65 @@ def test_rates_are_tuned_on_the_small_sizes_and_carried_on(tmp_path):
     assert ladder.carried_rate(store, "ladder_075", "muon") == 6e-2
     grids, sizes = ladder.ladder_configs(store, RUNGS, names)
     assert all(c in store for c in grids)
-    assert len(sizes) == 2 * (2 + 2 + 1 + 1 + 1)
+    assert len(sizes) == 2 * (3 + 3 + 3 + 1 + 1)
     for config in sizes:
         store.add(record(config, {"adamw": 4.0, "muon": 2.0}[config.optimizer]
                          * RUNGS[config.task].parameters ** -0.1))  # fmt: skip
     text = ladder.write_ladder(store, names, tmp_path).read_text()
     # Muon's halfway loss is AdamW's last one.
     assert "| 728,892 | 20 | 0.50 | 0.50 |" in text
-    assert "| loss | adamw | 6 | -0.1000 |" in text
+    assert "| loss | adamw | 10 | -0.1000 |" in text
     assert (tmp_path / "ladder.png").stat().st_size > 1000
+
+
+def test_rpt_runs_at_adamws_carried_rate_too(tmp_path):
+    store = Store(tmp_path / "results.jsonl")
+    for task in ("ladder_005", "ladder_012"):
+        fill(store, task, "adamw", (3, 2, 1), grid("adamw", "large"))
+        fill(store, task, "rpt", (1, 2, 3), grid("rpt", "large"))
+    sizes = ladder.ladder_configs(store, ["ladder_075"], ("adamw", "rpt"))[1]
+    theirs = ladder.carried_rate(store, "ladder_075", "adamw")
+    ours = ladder.carried_rate(store, "ladder_075", "rpt")
+    assert [(c.optimizer, c.rate) for c in sizes] == [
+        ("adamw", theirs), ("rpt", ours), ("rpt", theirs)
+    ]  # fmt: skip
+    for config in sizes:
+        store.add(record(config, config.rate))
+    text = ladder.write_ladder(store, ("adamw", "rpt"), tmp_path).read_text()
+    assert f"| 728,892 | 20 | 1 | {theirs:g} | {theirs:.4f} | {theirs:.4f} |" in text
+
+
+def test_costs_are_measured_in_turns(monkeypatch):
+    """Of twenty steps each, to the end of every run, per step."""
+    order = []
+
+    def training(config):
+        for step in range(int(config.rate)):
+            order.append(config.optimizer)
+            yield 1.0 if config.optimizer == "adamw" else 2.0 + step % 2
+        return {}
+
+    monkeypatch.setattr(costs, "training", training)
+    configs = [Config("ripple", "adamw", 50, 0), Config("ripple", "rpt", 30, 0)]
+    assert costs.in_turns(configs) == [1.0, 2.5]
+    runs = [(name, len(list(found))) for name, found in itertools.groupby(order)]
+    assert runs == [("adamw", 20), ("rpt", 20), ("adamw", 20), ("rpt", 10), ("adamw", 10)]
+
+
+def test_a_measured_cost_says_what_equal_time_is(tmp_path):
+    store, suite = Store(tmp_path / "results.jsonl"), SUITES["dev"]
+    for name in ("adamw", "rpt"):
+        fill(store, "ripple", name, (1, 2, 2, 2), grid(name, "dev"))
+        fill(store, "ripple", name, (1,), grid(name, "dev")[:1], suite.seeds)
+    assert time_share(store, "ripple", "rpt", suite) == 1.0
+    store.add_cost(Config("ripple", "rpt", 1.0, 5), 2.5)
+    store = Store(store.path)
+    assert time_share(store, "ripple", "rpt", suite) == 0.4
+    results = Results(store, suite)
+    assert results.cost("ripple", "rpt") == 2.5
+    assert math.isnan(results.cost("ripple", "muon"))  # not run
+    # Both reach the loss at the end of their runs.
+    assert results.to_target("ripple", "rpt") == (1.0, 2.5)
 
 
 def test_extrapolation_is_the_regressions():
