@@ -188,13 +188,13 @@ class PolarAttention(FilterAttention):
             **options,
         )
 
-    def filter_scalars(self) -> FilterScalars:
-        """The current numbers of Algorithm 1, each (heads,), float32 or better."""
-        found = super().filter_scalars()
-        scale = found.sphere_scale / self.head_dim if self.m_units == "raw" else found.sphere_scale
+    def _numbers(self) -> dict[str, Tensor]:
+        found = super()._numbers()
+        if self.m_units == "raw":
+            found["sphere_scale"] = found["sphere_scale"] / self.head_dim
         if self.normalize:
-            scale = scale * (self.query_gain() * self.key_gain())
-        return found._replace(sphere_scale=scale)
+            found["sphere_scale"] = found["sphere_scale"] * (self.query_gain() * self.key_gain())
+        return found
 
     def _step(
         self,

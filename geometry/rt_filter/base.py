@@ -298,12 +298,15 @@ class FilterAttention(nn.Module):
     def filter_scalars(self) -> FilterScalars:
         """The current numbers of Algorithm 1, each (heads,), float32 or better; absent ones leave no
         effect. Robust Filter Attention's variances are those called tangential here."""
+        return FilterScalars(**self._numbers())
+
+    def _numbers(self) -> dict[str, Tensor]:
         reference = next(iter(self.scalars.parameters()))
         ones = torch.ones(self.num_heads, device=reference.device, dtype=reference.dtype)
         values = dict.fromkeys(FilterScalars._fields, ones)
-        values |= {"decay": ones * 0, "process_noise": ones * 0}
-        values |= {name: module() for name, module in self.scalars.items()}
-        return FilterScalars(**values)
+        values.update(decay=ones * 0, process_noise=ones * 0)
+        values.update((name, module()) for name, module in self.scalars.items())
+        return values
 
     def _stream(
         self, x: Tensor, memory: Tensor | None, is_causal: bool | None = None, **call: Any

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rpt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-from run_client import load_torchvision
+from client_parts import load_torchvision
 
 pytestmark = [needs_processes, pytest.mark.integration]
 

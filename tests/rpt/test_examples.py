@@ -99,6 +99,7 @@ def test_step_benchmark_prints_every_arm():
         assert f"\n{arm} " in done.stdout
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="the benchmark needs torch.optim.Muon")
 def test_scale_benchmark_prints_two_models_on_paper():
     done = subprocess.run(
         [sys.executable, "-m", "examples.bench.scale", "--models"],

@@ -68,7 +68,8 @@ def test_a_steady_step_of_a_small_network_issues_few_operators(roots):
         counts.append(operators.count)
     steady = min(counts)
     assert counts[10:].count(steady) > 10, "most steps refresh no root"
-    assert steady <= 109
+    # torch 2.6 makes more views.
+    assert steady <= (122 if torch.__version__ < "2.7" else 109)
 
 
 def test_different_sets_of_gradients_keep_their_places():

@@ -104,10 +104,12 @@ def _gradients(
         *flat, by_gain = blocked_gradients(tensors, bias, kept[0], list(upstream), *ctx.options)
     # What all gradients of queries and keys share: ∂score/∂c = −2g D/sinh D.
     common = -2.0 * gain
-    for index, of_query in enumerate(tensors[:6]):
-        per_vector = of_query.dim() > query.level.dim()
-        flat[index] = flat[index] * (common if per_vector or not gain.dim() else common[..., 0])
-    return [*flat, by_gain[..., None, None].sum_to_size(gain.shape)]
+    coordinates = []
+    for gradient in flat[:6]:
+        per_vector = gradient.dim() > query.level.dim()
+        shared = common if per_vector or not gain.dim() else common[..., 0]
+        coordinates.append(gradient * shared)
+    return [*coordinates, *flat[6:], by_gain[..., None, None].sum_to_size(gain.shape)]
 
 
 class _Last(torch.autograd.Function):

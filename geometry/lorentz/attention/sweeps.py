@@ -78,7 +78,13 @@ def _entries(
     ]
 
 
-@torch.library.custom_op("rpt_lorentz::blocked_sums", mutates_args=())
+# Schemas are spelt out: torch 2.6 cannot infer one from `list[Tensor]`.
+@torch.library.custom_op(
+    "rpt_lorentz::blocked_sums",
+    mutates_args=(),
+    schema="(Tensor[] tensors, Tensor? bias, int? causal_offset, int row_block, int block_size)"
+    " -> Tensor[]",
+)
 def blocked_sums(
     tensors: list[Tensor],
     bias: Tensor | None,
@@ -111,7 +117,12 @@ def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
     return [space, *rows, value_u.new_empty(level.shape)]
 
 
-@torch.library.custom_op("rpt_lorentz::blocked_gradients", mutates_args=())
+@torch.library.custom_op(
+    "rpt_lorentz::blocked_gradients",
+    mutates_args=(),
+    schema="(Tensor[] tensors, Tensor? bias, Tensor log_sum, Tensor[] upstream, int? causal_offset,"
+    " int row_block, int block_size) -> Tensor[]",
+)
 def blocked_gradients(
     tensors: list[Tensor],
     bias: Tensor | None,

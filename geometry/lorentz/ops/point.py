@@ -70,7 +70,7 @@ def promote(*pairs: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     dtype = torch.float32
     dimension = None
     for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(
                 f"expected a point (a, u) or a tangent vector (radial, perpendicular), got "
                 f"{type(pair).__name__}; build points with from_ambient or exp_map_origin"
