@@ -123,6 +123,7 @@ def test_dropout_acts_in_training_only():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_block_compiles_without_graph_breaks(causal):
+    torch._dynamo.reset()
     block = ContextTransformerBlock(12, 3, is_causal=causal)
     compiled = torch.compile(block, fullgraph=True, backend="eager")
     mask = torch.rand(5, 5) > 0.2
